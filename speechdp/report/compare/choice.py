@@ -174,10 +174,10 @@ def _least_told(groups: Sequence[Group]) -> float | None:
 
 
 def _may_be_chance(one: Group, best: Group, accurate: Sequence[Group]) -> str:
-    """State if a group's distance from the best may be due to seeds; "": it is larger than that.
+    """State if a group's distance from the best may be due to seeds; "": it is larger, or this is unknown.
 
-    Besides these two, only accurate groups count.  A group that fails to learn varies far more between seeds
-    than others, and says nothing about their variation.
+    Apart from this group, only accurate groups (the best is one) show how much seeds vary.  A group that
+    fails to learn varies far more between seeds, and says nothing about the others.
     """
     compared = [one, *(group for group in accurate if group is not one)]
     least = _least_told(compared)

@@ -1,4 +1,4 @@
-"""The headline of a comparison: as strong as what it rests on."""
+"""The headline of a comparison: claims no more than its evidence supports."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from speechdp.report.kit.metric_names import Terms
 from speechdp.report.kit.scripts import distinct_trainings
 from speechdp.report.runs.raced import LEAST_ROUNDS
 
-#: Seeds that a claim needs.
+#: Number of seeds that a claim needs.
 CLAIM_SEEDS = 3
 
 
 @dataclass(frozen=True)
 class _Evidence:
-    """Why a choice is no more than likely.
+    """The reason why a choice is only likely.
 
     Attributes:
-        lack: what it rests on: `judging by one seed and a race of 2 rounds`; "": on enough.
-        remedy: options with which the same command finds out; "": none, or the same command goes on to it.
+        lack: its weak basis, e.g. `judging by one seed and a race of 2 rounds`; "": the basis suffices.
+        remedy: options with which the same command finds out; "": none, or the same command as it is does.
     """
 
     lack: str = ""
@@ -41,12 +41,14 @@ def headline(
     groups: Sequence[Group],
     one_rank: Group | None,
 ) -> str:
-    """Say what to choose, or what seems best where seeds or the race are too few to know.
+    """State what to choose, or what seems best if there are too few seeds or rounds to know.
 
     Args:
-        unsure: numbers of ranks on which others may be as fast as the chosen.
-        like_one_rank: those on which the race cannot tell one rank from what is the fastest there.
-        one_rank: the runs on one rank, which the others are measured by.
+        chosen: chosen group on each number of ranks.
+        unsure: numbers of ranks on which others may be as fast as the chosen group.
+        like_one_rank: numbers of ranks on which the race cannot tell one rank from the fastest strategy.
+        groups: all groups.
+        one_rank: the runs on one rank, the reference for the others; None: there are none.
     """
     if not chosen and any(group.frames_per_s for group in groups if group.ranks > 1):
         runs = [run.result for group in groups if group.ranks > 1 for run in group.finished if run.result]
@@ -95,10 +97,11 @@ def headline(
 def _choice(
     by_label: Mapping[str, list[int]], unsure: set[int], which: tuple[str, str], evidence: _Evidence
 ) -> str:
-    """Name what to choose on which numbers of ranks.
+    """Name the choice on each number of ranks.
 
     Args:
-        which: what the strategies do that it is chosen from, and of which of them that is known.
+        by_label: numbers of ranks on which each label is chosen.
+        which: predicate of the strategies it is chosen from, and a phrase that limits them, or "".
     """
     keeps, of = which
     if len(by_label) == 1:
@@ -121,10 +124,10 @@ def _choice(
 
 
 def _do_not_spread(sizes: Sequence[int], keeps: str, evidence: _Evidence, known: str) -> str:
-    """Advise to train on one rank.
+    """Advise training on one rank.
 
     Args:
-        known: `known to be ` where the race cannot tell it from a strategy; "" where it is the faster.
+        known: `known to be ` if the race cannot tell one rank from a strategy; "" if one rank is faster.
     """
     if evidence.lack:
         return (
@@ -150,12 +153,12 @@ def _not_there(sizes: Sequence[int], keeps: str, evidence: _Evidence, known: str
 
 
 def _as_accurate(terms: Terms) -> str:
-    """Return what the chosen does where all on several ranks are worse than one rank."""
+    """Return the predicate of the chosen group if all groups on several ranks are worse than one rank."""
     return f"has as small a {terms.short_name} as any there" if terms.falls else "is as accurate as any there"
 
 
 def _lost_sentences(chosen: Mapping[int, Group], one_rank: Group | None) -> list[str]:
-    """Say where what is chosen is less accurate than one rank by more than the rule allows."""
+    """State where the chosen group is less accurate than one rank by more than the rule allows."""
     if one_rank is None:
         return []
     labels = {group.label for group in chosen.values() if group.ranks > 1}
@@ -167,7 +170,7 @@ def _lost_sentences(chosen: Mapping[int, Group], one_rank: Group | None) -> list
 
 
 def _lost(group: Group, one_rank: Group) -> str:
-    """Say how much less accurate than one rank a group is; "" where it is as accurate by the rule."""
+    """State how much less accurate than one rank a group is; "" if the rule counts it as accurate."""
     pair = [one_rank, group]
     decoded = are_decoded_alike(pair) and None not in (one_rank.word_errors, group.word_errors)
     near = one_rank.score is not None and (group.score or 0.0) >= one_rank.score - tolerance(one_rank)
@@ -188,7 +191,7 @@ def _lost(group: Group, one_rank: Group) -> str:
 
 
 def _evidence(compared: Mapping[int, Group], groups: Sequence[Group]) -> _Evidence:
-    """Return what a choice lacks: seeds, or a race with intervals on each number of ranks."""
+    """Return what a choice lacks: seeds, or a race with intervals for each number of ranks."""
     seeds = fewest_seeds(groups)
     lacks, remedies = list[str](), list[str]()
     if seeds < CLAIM_SEEDS:
@@ -218,16 +221,16 @@ def _evidence(compared: Mapping[int, Group], groups: Sequence[Group]) -> _Eviden
 
 
 def fewest_seeds(groups: Sequence[Group]) -> int:
-    """Return how many seeds the fewest runs of any strategy have that can be judged; 0: none has finished.
+    """Return the smallest number of seeds that a strategy can be judged by; 0: none has finished.
 
-    Seeds that made no difference to a script are one.
+    Seeds that made no difference to a script count as one.
     """
     judged = [min(group.num_judged, distinct_trainings(group.results)) for group in groups]
     return min(filter(None, judged), default=0)
 
 
 def seeds_wanted(groups: Sequence[Group]) -> str:
-    """Return seeds enough for a claim, those there are among them; "": as many are planned."""
+    """Return enough seeds for a claim, including the planned ones; "": enough are planned already."""
     planned = sorted({run.record.seed for group in groups for run in group.runs})
     if len(planned) >= CLAIM_SEEDS:
         return ""
@@ -236,7 +239,7 @@ def seeds_wanted(groups: Sequence[Group]) -> str:
 
 
 def _with_one_finished(groups: Sequence[Group]) -> list[int]:
-    """Return the numbers of ranks on which a single one of several strategies has figures to compare."""
+    """Return the numbers of ranks on which only one of several strategies has figures to compare."""
     found: dict[int, set[str]] = {}
     for group in groups:
         if group.ranks > 1 and group.mode == FRAMES and group.frames_per_s and group.score is not None:
@@ -246,7 +249,7 @@ def _with_one_finished(groups: Sequence[Group]) -> list[int]:
 
 
 def _only_finished(labels: dict[int, str]) -> str:
-    """Say which strategy alone has finished on which numbers of ranks."""
+    """Name the only strategy that has finished on each of these numbers of ranks."""
     sizes: dict[str, list[int]] = {}
     for ranks, label in labels.items():
         sizes.setdefault(label, []).append(ranks)
@@ -255,7 +258,7 @@ def _only_finished(labels: dict[int, str]) -> str:
 
 
 def _some_did_not_race(chosen: Mapping[int, Group], groups: Sequence[Group]) -> bool:
-    """Return whether somewhere a choice was made by a race that others on as many ranks took no part in."""
+    """Return whether some choice was made by a race in which not all groups on as many ranks took part."""
     return any(
         group.raced is None and bool(group.figures)
         for ranks, choice in chosen.items()
@@ -266,7 +269,7 @@ def _some_did_not_race(chosen: Mapping[int, Group], groups: Sequence[Group]) -> 
 
 
 def tolerance(best: Group) -> float:
-    """Return how far from the best score is near enough."""
+    """Return the distance from the best score up to which a group counts as accurate."""
     deviation = best.scores.deviation if best.scores else None
     return max(group_terms([best]).metric.near_enough(best.score or 0.0), deviation or 0.0)
 

@@ -220,7 +220,7 @@ def _draw_group(
     """Draw the seeds' curves and their mean.
 
     Args:
-        hidden: number of curves with the same values drawn before, which must stay visible through its gaps.
+        hidden: number of curves drawn before that the mean curve hides; its gaps let them show through.
     """
     colour, strokes = canvas.colours[group.label], dashes(group.label, canvas)
     strokes = strokes or seen_through(hidden)

@@ -1,4 +1,4 @@
-"""What a comparison says of the learning rates that it tried."""
+"""Sentences of a comparison on the learning rates that it tried."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from speechdp.report.kit import formatting
 
 
 def rate_sentences(rows: Sequence[Group]) -> list[str]:
-    """Say with which learning rates strategies on as many ranks were compared; none where none were tried.
+    """State the learning rates with which strategies were compared; no sentence if none were tried.
 
     Args:
-        rows: the strategies on some number of ranks.
+        rows: the strategies on one number of ranks.
     """
     by_rate: dict[float, list[str]] = {}
     for group in rows:
@@ -41,7 +41,7 @@ def rate_sentences(rows: Sequence[Group]) -> list[str]:
 
 
 def one_rate_caution(groups: Sequence[Group]) -> str:
-    """Say that strategies were compared with one learning rate; "" where each has its own."""
+    """Return a caution if strategies were compared with one learning rate; "" if each has its own."""
     compared = {group.strategy for group in groups if group.ranks > 1 and group.score is not None}
     if len(compared) < 2 or any(group.learning_rate is not None for group in groups):
         return ""
@@ -52,11 +52,11 @@ def one_rate_caution(groups: Sequence[Group]) -> str:
 
 
 def rate_cautions(trials: Sequence[Group], groups: Sequence[Group]) -> list[str]:
-    """Return what keeps the tried learning rates from telling all: near ones, bests at an end, and failures.
+    """Return cautions on the learning rates tried: near alternatives, bests at an end, failures.
 
     Args:
-        trials: the runs that tried them.
-        groups: what was compared with those that were chosen.
+        trials: the runs that tried learning rates.
+        groups: the groups that were compared, with the rates chosen.
     """
     near, at_end = _near_and_at_end(trials, groups)
     notes = []
@@ -76,13 +76,13 @@ def rate_cautions(trials: Sequence[Group], groups: Sequence[Group]) -> list[str]
 def _near_and_at_end(
     trials: Sequence[Group], groups: Sequence[Group]
 ) -> tuple[list[str], dict[str, list[str]]]:
-    """Return which chosen rates others are as good as, and which are the last ones tried on their side.
+    """Return which chosen rates have equally good alternatives, and which are the lowest or highest tried.
 
     Args:
-        trials, groups: as of `rate_cautions`.
+        trials, groups: as in `rate_cautions`.
 
     Returns:
-        "RATES beside RATE for NAME" of each; names by e.g. "the lowest, 0.01".
+        "RATES beside RATE for NAME" for each of the former; for the latter, names by e.g. "the lowest, 0.01".
     """
     tried: dict[tuple[str, int], list[Group]] = {}
     for trial in trials:
@@ -99,7 +99,7 @@ def _near_and_at_end(
         if alike := _as_good(group, of):
             others = ", ".join(map(formatting.learning_rate, alike))
             near.append(f"{others} beside {rate} for {name}")
-        # Where one further in is as good, nothing tells of more beyond.
+        # If a rate further in is as good, there is no sign that one beyond the end would be better.
         elif group.learning_rate in (rates[0], rates[-1]):
             end = f"the {'lowest' if group.learning_rate == rates[0] else 'highest'}, {rate}"
             at_end.setdefault(end, []).append(name)
@@ -107,7 +107,7 @@ def _near_and_at_end(
 
 
 def _not_chosen(trials: Sequence[Group]) -> list[str]:
-    """Name the trials that cannot be chosen, and say how many are still to come."""
+    """Name the trials that cannot be chosen, and state how many are still to come."""
     notes = []
     for trial in trials:
         for run in trial.failures:
@@ -126,14 +126,14 @@ def _not_chosen(trials: Sequence[Group]) -> list[str]:
 
 
 def _as_good(group: Group, trials: Sequence[Group]) -> list[float]:
-    """Return the learning rates with which one run each learnt as well as with that which was chosen.
+    """Return the learning rates whose single run learnt as well as the one with the chosen rate.
 
-    How near is near enough is told as of strategies, by the metric and by how the runs of seeds differ; the
-    run that tried the rate was of another seed than those that have it.
+    As for strategies, the metric and the differences between seeds decide how near is near enough.  The trial
+    of the chosen rate had another seed than the group's runs, so their difference counts, too.
 
     Args:
-        group: the runs at equal frames with the rate that was chosen.
-        trials: of the same strategy on as many ranks.
+        group: the runs at equal frames with the chosen rate.
+        trials: trials of the same strategy on the same number of ranks.
     """
     scores = {t.learning_rate: t.score for t in trials if t.learning_rate is not None and t.score is not None}
     best = next((trial for trial in trials if trial.learning_rate == group.learning_rate), None)

@@ -1,4 +1,4 @@
-"""Write the report of a comparison: CSV, PNG and one self-contained page, from the runs' files alone."""
+"""Write the report of a comparison: CSV, PNG and one self-contained page, from the files of its runs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from speechdp.report.kit.pages import (
 )
 from speechdp.report.kit.svg import panel_svgs, write_png
 
-#: Settings that say nothing to a reader: the checksum of the data.
+#: Settings that mean nothing to a reader: the checksum of the data.
 _UNSHOWN = ("data",)
 
 
@@ -46,17 +46,17 @@ def write_comparison(out: Path, target: float | None = None, metric: str = "") -
     """Write OUT/compare/compare.{csv,png,html}.
 
     Args:
-        out: a comparison's folder.
-        target: of the task's first metric, e.g. a held-out log-probability in nats/frame, for the time to
-            target; None: the best that three quarters of the runs at equal frames reached.
-        metric: what runs of a script are judged by; "": what compare.json says, else what they log last.
+        out: folder of a comparison.
+        target: value of the task's first metric for the time to target, e.g. a held-out log-probability in
+            nats/frame; None: the best that three quarters of the runs at equal frames reached.
+        metric: metric of runs of a script; "": the one in compare.json, else the one they log last.
 
     Raises:
         ConfigError: compare.json is damaged, or `target` cannot be reached.
         RunError: the report cannot be written.
     """
     comparison = read_comparison(out, metric)
-    # Of a comparison that still tries learning rates there are no others.
+    # Include trials: a comparison that is still trying learning rates has no other results.
     results = [run.result for run in (*comparison.runs, *comparison.trials) if run.result is not None]
     terms = terms_of(results)
     target = terms.score_of_target(target)
@@ -107,12 +107,12 @@ def _failed_races(comparison: Comparison) -> list[str]:
 
 
 def _lines(drawn: list[list[tuple[str, Markup]]]) -> list[list[tuple[str, Markup]]]:
-    """Return the plots as they stand on the page: those of a single number of ranks all in one line."""
+    """Return the plots in lines as on the page; if each line has only one plot, all go into one line."""
     return drawn if any(len(line) > 1 for line in drawn) else [list(chain.from_iterable(drawn))] * bool(drawn)
 
 
 def _settings(comparison: Comparison) -> list[tuple[str, str]]:
-    """Return what all runs share as (title, text); what was left at its default is not repeated."""
+    """Return the settings that all runs share as (title, text), without those left at their defaults."""
     found: list[tuple[str, str]] = []
     for key, value in comparison.settings.items():
         given = value if isinstance(value, dict) else {key: value}
@@ -121,7 +121,7 @@ def _settings(comparison: Comparison) -> list[tuple[str, str]]:
 
 
 def _facts(run: ComparedRun) -> tuple[str, str, list[tuple[str, str]], tuple[str, ...]]:
-    """Return title, state unless it counts, settings as (title, text), and problems of a run."""
+    """Return a run's title, its state ("" if finished), settings as (title, text), and problems."""
     record, result = run.record, run.result
     facts = [("folder", record.folder or "not begun")]
     facts += [("epochs", str(record.epochs))] if record.epochs else []

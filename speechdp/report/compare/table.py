@@ -1,4 +1,4 @@
-"""The tables of a comparison: their columns once, for the terminal, the page and as CSV."""
+"""The tables of a comparison: one set of columns for the terminal, the page and CSV."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ _SEEDS = Column[Group](
 
 
 def _raced_speeds(group: Group) -> list[RacedSpeed]:
-    """Return a group's speed by its race; of one rank, which is in every race, by each of them."""
+    """Return a group's speed in its race; for one rank, which takes part in every race, in each of them."""
     return [group.raced] if group.raced else list(group.alone_on.values())
 
 
@@ -104,21 +104,21 @@ def _raced_text(group: Group) -> str:
 
 
 def _raced_ratio(group: Group) -> float | None:
-    """Return the figure of its speed; of one rank in several races, the first."""
+    """Return the ratio of a group's speed; for one rank in several races, that of the first."""
     return next((speed.ratio for speed in _raced_speeds(group)), None)
 
 
-#: One rank is shown beside all others, too.
+#: Also shows one rank, which has a speed in each of the races.
 _RACED_SPEED = replace(RACED_SPEED, value=_raced_ratio, cell=_raced_text)
 
 
 def group_terms(groups: Sequence[Group]) -> Terms:
-    """Return what the held-out figures of the groups' runs are called."""
+    """Return the terms for the held-out figures of the groups' runs."""
     return terms_of(run.result for group in groups for run in group.runs if run.result is not None)
 
 
 def written(measure: FigureColumn, group: Group) -> str:
-    """Return mean and deviation of a group's figure, and how many runs have it where not all do."""
+    """Write mean and deviation of a group's figure, and how many runs have it if not all do."""
     spread = group.spread(measure.value)
     if spread is None:
         return formatting.MISSING
@@ -130,7 +130,7 @@ def written(measure: FigureColumn, group: Group) -> str:
 
 
 def _as_exact(deviation: str, mean: str) -> str:
-    """Return a deviation with no more digits behind the point than its mean: `0.30` beside `5.92`."""
+    """Return a deviation with at most as many decimals as its mean: `0.30` beside `5.92`."""
     digits = len(mean.partition(".")[2])
     if 0 < digits < len(deviation.partition(".")[2]):
         return f"{float(deviation.replace(',', '')):,.{digits}f}"
@@ -138,7 +138,7 @@ def _as_exact(deviation: str, mean: str) -> str:
 
 
 def _over_seeds(measure: FigureColumn) -> Column[Group]:
-    """Return the column of a figure's mean over seeds."""
+    """Return a column with the mean of a figure over seeds."""
 
     def value(group: Group) -> Value:
         spread = group.spread(measure.value)
@@ -148,14 +148,14 @@ def _over_seeds(measure: FigureColumn) -> Column[Group]:
 
 
 def _metric_columns(groups: Sequence[Group]) -> list[FigureColumn]:
-    """Return what the groups' task is judged by."""
+    """Return the columns of the metrics of the groups' task."""
     rows = (row for group in groups for row in group.figures)
     known = known_metrics(group_terms(groups).task.metrics, rows)
     return [metric_column(metric, is_first=n == 0) for n, metric in enumerate(known)]
 
 
 def measures(groups: Sequence[Group]) -> tuple[FigureColumn, ...]:
-    """Return the figures of the groups, those that their task declares among them."""
+    """Return the columns of the groups' figures, including the metrics of their task."""
     terms = group_terms(groups)
     speed = replace(throughput(terms), number=lambda value: f"{value:,.0f}")
     metrics = _metric_columns(groups)
@@ -164,11 +164,11 @@ def measures(groups: Sequence[Group]) -> tuple[FigureColumn, ...]:
 
 
 def shown_columns(groups: Sequence[Group]) -> tuple[Column[Group], ...]:
-    """Return the columns to show: those with a figure; no word error rate where the runs' task has none."""
+    """Return the columns that have a figure; the word error rate only if the runs' task decodes."""
     terms = group_terms(groups)
     shown = [measure for measure in measures(groups) if terms.task.decodes or measure is not _WER]
     length = _EPOCHS if _EPOCHS.key in terms.kind.measures else _over_seeds(STEPS)
-    # The race stands first: it compares, and runs by themselves had the machine one after another.
+    # The race's speed stands first: it compares settings, whereas runs had the machine one after another.
     raced = any_raced(groups)
     speed, *others = map(_over_seeds, shown)
     keys = [column.key for column in others]
@@ -181,7 +181,7 @@ def shown_columns(groups: Sequence[Group]) -> tuple[Column[Group], ...]:
 def trial_table(
     trials: Sequence[Group], groups: Sequence[Group], marks: Mapping[str, Markup]
 ) -> ShownTable[Group]:
-    """Return the table of the learning rates that were tried, with those that were taken.
+    """Return the table of the learning rates tried, with the chosen ones marked.
 
     Args:
         groups: the rows of the other tables.
@@ -211,11 +211,11 @@ def trial_table(
 def make_tables(
     groups: Sequence[Group], chosen: Collection[Group], marks: Mapping[str, Markup]
 ) -> list[ShownTable[Group]]:
-    """Return the table of each mode that has runs.
+    """Return a table for each mode that has runs.
 
     Args:
-        chosen: what the answer names.
-        marks: what stands before the name of each strategy.
+        chosen: the groups that the answer names.
+        marks: mark before the name of each strategy.
     """
     columns, tables = shown_columns(groups), []
     modes = _MODES if _EPOCHS.key in group_terms(groups).kind.measures else _WHOLE_RUNS
@@ -243,10 +243,10 @@ def make_tables(
 
 
 def csv_of_groups(groups: Sequence[Group], target: float | None) -> str:
-    """Return the table as CSV, in plain units: shares and rates 0 to 1, bytes, s; empty for unknown.
+    """Return the table as CSV, in plain units: shares and rates 0 to 1, bytes, s; empty if unknown.
 
     Args:
-        groups: the rows of the tables, those of learning rates that were tried among them.
+        groups: the rows of all tables, including the trials of learning rates.
     """
     parts = ("n", "mean", "sd", "min", "max")
     raced_columns = (RACED_SPEED, RACED_LOW, RACED_HIGH)
@@ -271,7 +271,7 @@ def csv_of_groups(groups: Sequence[Group], target: float | None) -> str:
     keys = [f"{measure.key}_{part}" for measure in all_measures for part in parts]
     more = ["wer_low", "wer_high", *(column.key for column in differences), f"target_{metric.key}"]
     raced = [column.key for column in raced_columns]
-    # One rank takes part in the race on each number of ranks: its speed stands beside those it raced with.
+    # One rank takes part in the race on each number of ranks: write its speed beside those it raced with.
     raced += [f"one_rank_{key}" for key in raced]
     return csv_text([*head, *keys, *more, *raced], map(line, groups))
 

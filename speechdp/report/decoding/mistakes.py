@@ -1,4 +1,4 @@
-"""Find what a decoding got wrong: words taken for others, words lost and added, the worst utterances."""
+"""Find the mistakes of a decoding: confused words, deleted and inserted words, the worst utterances."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from speechdp.decode.wer import AlignedWord, ErrorKind
 
 @dataclass(frozen=True)
 class AlignedUtterance:
-    """An utterance as it was recognised.
+    """An utterance with its reference and recognised words aligned.
 
     Attributes:
-        speaker: "" where it is not known.
-        words: said and recognised, in order.
+        speaker: name of the speaker; "" if unknown.
+        words: pairs of reference and recognised word, in order.
     """
 
     utterance_id: str
@@ -24,26 +24,26 @@ class AlignedUtterance:
 
     @property
     def num_said(self) -> int:
-        """Reference words."""
+        """Number of reference words."""
         return sum(bool(word.reference) for word in self.words)
 
     @property
     def num_errors(self) -> int:
-        """Words substituted, deleted or inserted."""
+        """Number of words substituted, deleted or inserted."""
         return sum(word.error is not None for word in self.words)
 
     def count(self, error: ErrorKind) -> int:
-        """Return how many errors are of one kind."""
+        """Return the number of errors of one kind."""
         return sum(word.error == error for word in self.words)
 
 
 @dataclass(frozen=True)
 class Confusion:
-    """A word that was taken for another.
+    """A word that was recognised as another.
 
     Attributes:
-        times: how often.
-        said: how often the word was said.
+        times: number of such substitutions.
+        said: number of times the reference word was said.
     """
 
     reference: str
@@ -57,7 +57,7 @@ class LostOrAdded:
     """A word that was deleted or inserted.
 
     Attributes:
-        said: how often it was said.
+        said: number of times it was said.
     """
 
     word: str

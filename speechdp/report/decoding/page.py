@@ -1,4 +1,4 @@
-"""Write the page of a decoding: error rates, confusions, speakers, the worst utterances to read and hear."""
+"""Write the page of a decoding: error rates, confusions, speakers, the worst utterances with audio."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from speechdp.report.kit.pages import WrittenReport, render_page, setting_text, 
 from speechdp.report.kit.tables import Column, RowHead, ShownTable, csv_text
 from speechdp.report.runs.results import Estimate
 
-#: Rows of a table of words, and utterances shown.
+#: Largest number of rows in a table of words, and of utterances shown.
 _MOST_WORDS, _MOST_UTTERANCES = 20, 40
-#: Speakers that a terminal shows.
+#: Largest number of speakers shown on a terminal.
 _MOST_SPEAKERS = 10
-#: Of samples in a page, which is a third longer: about 6 minutes at 16 kHz.
+#: Largest size of the samples in a page: about 6 minutes at 16 kHz.  In base64 they take a third more.
 MAX_AUDIO_BYTES = 12_000_000
 _ARROW = "\u2192"
 
 
 def write_decoding_page(result: DecodingResult, dataset: Dataset, run_dir: Path) -> WrittenReport:
-    """Write RUN/report/decoding-NAME.html, and .csv with a line for each utterance.
+    """Write RUN/report/decoding-NAME.html, and a CSV with a line for each utterance.
 
     Args:
-        result: of `decode_split`, which has written the records of the run.
-        dataset: what was decoded: its recordings are embedded where it stores audio.
+        result: result of `decode_split`, which has written the records of the run.
+        dataset: the decoded data; recordings are embedded if it stores audio.
 
     Raises:
         RunError: the page cannot be written.
@@ -125,7 +125,7 @@ def _rate(mean: float, low: float, high: float) -> str:
 
 
 def speaker_table(speakers: Mapping[str, WerResult]) -> ShownTable[WerResult]:
-    """Return the table of speakers, in their order."""
+    """Return the table of speakers, in the order given."""
     columns: tuple[Column[WerResult], ...] = (
         Column("utterances", "utterances", "", "Utterances.", lambda row: row.utterances),
         Column("words", "words", "", "Words said.", lambda row: row.words, formatting.count),
@@ -149,7 +149,7 @@ def speaker_table(speakers: Mapping[str, WerResult]) -> ShownTable[WerResult]:
 
 
 def _shortened(table: ShownTable[WerResult]) -> ShownTable[WerResult]:
-    """Return the table for a terminal: the worst speakers."""
+    """Return the table for a terminal, with only the first, i.e. worst, speakers."""
     left_out = len(table.rows) - _MOST_SPEAKERS
     note = f"{left_out} more speakers, with fewer errors, are on the page" if left_out > 0 else ""
     return ShownTable(table.id, table.title, table.columns, table.rows[:_MOST_SPEAKERS], table.first, note)

@@ -1,4 +1,4 @@
-"""Put recordings into a page."""
+"""Embed recordings in a page."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from speechdp.data.shards.dataset import Dataset
 def embedded_audio(
     dataset: Dataset, split: str, utterance_ids: Sequence[str], max_bytes: int
 ) -> dict[str, str]:
-    """Return recordings as data: addresses of 16-bit WAV, by utterance id.
+    """Return recordings as `data:` URLs of 16-bit WAV, by utterance id.
 
     Args:
-        utterance_ids: whose recordings; the first ones are taken where not all fit.
-        max_bytes: of all samples together; a page has a third more, in base64.
+        utterance_ids: utterances to embed; if not all fit, the first ones are taken.
+        max_bytes: largest size of all samples together; base64 in the page takes a third more.
 
     Returns:
-        Nothing where the data store features, whose recordings may be anywhere.
+        An empty dict if the data set stores features, because its recordings may be anywhere.
 
     Raises:
         ShardError: a shard is damaged.

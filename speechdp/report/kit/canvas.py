@@ -1,4 +1,4 @@
-"""What all plots of the report share: colours and names of the runs, texts under the pointer, style."""
+"""What all plots of a report share: colours and names of runs, tooltips, style."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from speechdp.report.kit import formatting
 from speechdp.report.kit.theme import Theme
 from speechdp.report.runs.derived import RunFigures
 
-#: Points of a curve that get dots to point at: more would be a band.
+#: Largest number of points that a curve marks with dots for tooltips; more would merge into a band.
 MOST_DOTS = 60
 #: Strokes and gaps of the first, second, ... line of a colour, in points.
 _STROKES: tuple[tuple[float, ...], ...] = (
@@ -31,7 +31,7 @@ _STROKES: tuple[tuple[float, ...], ...] = (
 
 @dataclass
 class Canvas:
-    """What every plot needs: colours, run names, and a place for the texts shown under the pointer.
+    """What every plot needs: theme, names and colours of runs, and the tooltips of drawn objects.
 
     `tips` maps the SVG id of a drawn object to its text.
     """
@@ -42,14 +42,14 @@ class Canvas:
     tips: dict[str, str] = field(default_factory=dict)
 
     def tip(self, artist: Any, text: str) -> None:
-        """Give a drawn object a text."""
+        """Give a drawn object a tooltip."""
         gid = f"tip-{len(self.tips)}"
         artist.set_gid(gid)
         self.tips[gid] = text
 
 
 def make_canvas(rows: Sequence[RunFigures], theme: Theme) -> Canvas:
-    """Return a canvas that gives every run its colour; the one-rank run is grey."""
+    """Return a canvas with a colour for every run; the one-rank run is grey."""
     colours: dict[str, str] = {}
     for row in rows:
         index = sum(colour != theme.baseline for colour in colours.values())
@@ -58,11 +58,11 @@ def make_canvas(rows: Sequence[RunFigures], theme: Theme) -> Canvas:
 
 
 def named_canvas(names: Sequence[str], theme: Theme, families: Mapping[str, str] | None = None) -> Canvas:
-    """Return a canvas that gives every name its colour; that of one rank is grey.
+    """Return a canvas with a colour for every name; the name of one-rank training is grey.
 
     Args:
-        families: of the names; those of a family have one colour, and differ in their strokes.  None: every
-            name is a family of its own.
+        families: family of each name; names of one family share a colour and differ in their strokes.  None:
+            every name is a family of its own.
     """
     of = {name: name for name in names} if families is None else families
     order = list(dict.fromkeys(of[name] for name in names))
@@ -73,7 +73,7 @@ def named_canvas(names: Sequence[str], theme: Theme, families: Mapping[str, str]
 
 
 def dashes(label: str, canvas: Canvas) -> tuple[float, ...]:
-    """Return the strokes and gaps of a line named in a legend, in points: colours repeat, strokes differ."""
+    """Return the strokes and gaps of a name's line, in points; names of the same colour differ in them."""
     if label == formatting.ONE_RANK_LABEL:
         return (5, 2.5)
     colour = canvas.colours[label]
@@ -82,7 +82,7 @@ def dashes(label: str, canvas: Canvas) -> tuple[float, ...]:
 
 
 def legend_lines(canvas: Canvas) -> list[Line2D]:
-    """Return the lines of a picture's legend: every name with its colour and strokes."""
+    """Return the lines of a picture's legend, one for each name, in its colour and strokes."""
     return [
         Line2D([], [], color=colour, linewidth=2, linestyle=(0, dashes(name, canvas) or (1, 0)), label=name)
         for name, colour in canvas.colours.items()
@@ -90,7 +90,7 @@ def legend_lines(canvas: Canvas) -> list[Line2D]:
 
 
 def style_axes(ax: Axes, title: str, axis: str, theme: Theme) -> None:
-    """Leave of the frame what helps reading: light lines across, a base line, the unit at the top."""
+    """Reduce the frame to what helps reading: light grid lines, a base line, the unit in the title."""
     ax.set_title(
         f"{title} ({axis})" if axis else title, loc="left", color=theme.ink, fontweight="bold", pad=10
     )
@@ -106,28 +106,28 @@ def style_axes(ax: Axes, title: str, axis: str, theme: Theme) -> None:
     even_numbers(ax.yaxis)
 
 
-#: Digits after the point that ticks are written with at most.
+#: Largest number of digits after the decimal point of a tick.
 _MOST_DIGITS = 6
 
 
 def even_numbers(axis: Axis, fewest: int = 0) -> None:
-    """Write all ticks of an axis alike: thousands separated, with the digits that tell them apart.
+    """Write all ticks of an axis alike: thousands separated, with as many digits as distinguish them.
 
     Args:
-        fewest: digits after the point.
+        fewest: smallest number of digits after the decimal point.
     """
     axis.set_major_formatter(_EvenNumbers(fewest))
 
 
 class _EvenNumbers(Formatter):
-    """Writes numbers with as many digits as tell the ticks apart that they stand at."""
+    """Formats ticks with the number of digits that distinguishes all ticks of the axis."""
 
     def __init__(self, fewest: int) -> None:
         self._fewest = fewest
         self._digits = _MOST_DIGITS
 
     def set_locs(self, locs: Any) -> None:
-        """Take all ticks, before their texts are asked for one by one: they are looked at once for all."""
+        """Choose the number of digits for all ticks; matplotlib calls this before it formats each of them."""
         super().set_locs(locs)
         ticks = [float(tick) for tick in locs]
         gaps = [abs(one - other) for one, other in pairwise(ticks) if one != other]

@@ -1,4 +1,4 @@
-"""Columns of runs' figures that several reports show."""
+"""Columns of run figures that several reports show."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FigureColumn = Column[RunFigures]
 class _Differing(Protocol):
     @property
     def wer_over_lowest(self) -> Difference | None:
-        """Word error rate above the lowest beside it."""
+        """Word error rate minus the lowest of the rows it is compared with."""
 
 
 def _end_of_difference(end: str) -> Callable[[_Differing], float | None]:
@@ -51,7 +51,7 @@ OVER_LOWEST_LOW, OVER_LOWEST_HIGH = (
 
 
 def throughput(terms: Terms) -> FigureColumn:
-    """Return the throughput, in what such runs count."""
+    """Return the column of throughput, in the unit that such runs count."""
     amount = terms.amount
     return Column(
         f"{amount}_per_s", f"{amount}/s", "",
@@ -62,10 +62,10 @@ def throughput(terms: Terms) -> FigureColumn:
 
 
 def resumed_note(runs: Iterable[tuple[RunResult, str]]) -> str:
-    """Say which runs' times are of their last start alone, a sentence below a table; "": none's.
+    """Return a note naming the runs whose times cover only their last start; "" if there are none.
 
     Args:
-        runs: with what each is called.
+        runs: runs and their labels.
     """
     named = [
         f"{label} (from step {formatting.count(run.timed_from)})"
@@ -78,7 +78,7 @@ def resumed_note(runs: Iterable[tuple[RunResult, str]]) -> str:
 
 
 def known_metrics(metrics: Sequence[Metric], rows: Iterable[RunFigures]) -> tuple[Metric, ...]:
-    """Return a task's metrics, the first and those that a run has been judged by; all where none has been."""
+    """Return a task's first metric and those that any run has values of; all if no run has values."""
     judged = [row.values for row in rows if row.values]
     return tuple(
         metric
@@ -88,7 +88,11 @@ def known_metrics(metrics: Sequence[Metric], rows: Iterable[RunFigures]) -> tupl
 
 
 def metric_column(metric: Metric, *, is_first: bool) -> FigureColumn:
-    """Return a metric of held-out data at the end; the first of a task stands under its key on disk."""
+    """Return the column of a metric on held-out data at the end of training.
+
+    Args:
+        is_first: the metric is the first of its task: the column is named by the metric's key on disk.
+    """
     return Column(
         metric.recorded_as if is_first else metric.key,
         metric.title,

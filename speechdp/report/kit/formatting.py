@@ -1,4 +1,4 @@
-"""How numbers and runs are written in the table, the plots and the answer: one place, one style."""
+"""Write numbers and run names in one style for tables, plots and the answer."""
 
 from __future__ import annotations
 
@@ -9,27 +9,31 @@ from speechdp.counting import counted
 from speechdp.decode.paired import Difference
 from speechdp.report.runs.results import Estimate, RunResult, WordErrors
 
-#: Stands where a run recorded nothing.
+#: Placeholder for a value that a run did not record.
 MISSING = "-"
 MINUS = "\u2212"
-#: What training on one rank is called, whatever strategy it was started with.
+#: Name of training on one rank, whatever its strategy.
 ONE_RANK_LABEL = "one rank"
 
 
 def count(value: float | None) -> str:
-    """Write a rate or a count with thousands separated: `21,400`; three digits at least."""
+    """Write a rate or a count with thousands separated: `21,400`; below 100 with three significant digits."""
     if value is None:
         return MISSING
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def estimate(value: float | None, digits: int = 2) -> str:
-    """Write a rate that is known roughly: two digits, `21,000`, or as many as an interval needs beside it."""
+    """Write a rate that is known only roughly: `21,000`.
+
+    Args:
+        digits: number of significant digits; more if an interval beside it needs them.
+    """
     return MISSING if value is None else count(float(f"{value:.{digits}g}"))
 
 
 def number(value: float) -> str:
-    """Write a number with three digits, at most three of them after the point, thousands separated."""
+    """Write a number with three digits, at most three of them after the decimal point: `1,240`, `12.3`."""
     if value == 0 or abs(value) >= 99.95:
         return f"{value:,.0f}"
     digits = 1 if abs(value) >= 9.995 else 2 if abs(value) >= 0.9995 else 3
@@ -47,7 +51,7 @@ def rank_count(ranks: int) -> str:
 
 
 def learning_rate(value: float) -> str:
-    """Return a learning rate in as few digits as tell it from every other: 0.002, 1e-05, 0.00123456789."""
+    """Write a learning rate with the fewest digits that identify it: `0.002`, `1e-05`, `0.00123456789`."""
     text = f"{value:g}"
     return text if float(text) == value else repr(value)
 
@@ -58,7 +62,7 @@ def times(value: float | None) -> str:
 
 
 def percent(value: float | None, digits: int = 0) -> str:
-    """Write a share of 0 to 1 without its sign: `8.6`."""
+    """Write a share, 0 to 1, in percent without the sign: `8.6`."""
     return MISSING if value is None else f"{100 * value:.{digits}f}"
 
 
@@ -75,12 +79,12 @@ def seconds(value: float | None) -> str:
 
 
 def megabytes(value: float | None) -> str:
-    """Write bytes (a second) in 10^6: `1,240`, `3.4`."""
+    """Write bytes, or bytes/s, in units of 10^6: `1,240`, `3.4`."""
     return MISSING if value is None else count(value / 1e6)
 
 
 def capital(text: str) -> str:
-    """Upper-case the first letter of a label, but leave folder names as they are."""
+    """Capitalize the first letter of a label; leave folder names (no spaces) as they are."""
     return text[:1].upper() + text[1:] if " " in text else text
 
 
@@ -90,9 +94,9 @@ def word_errors(value: WordErrors | None) -> str:
 
 
 def difference(value: Difference | None) -> str:
-    """Write what a rate is above another, in percentage points: `0.8 [−0.3, 1.9]`.
+    """Write the difference of two rates, in percentage points: `0.8 [−0.3, 1.9]`.
 
-    Without an interval where there is no chance in it: `0.0` of the lowest itself.
+    A difference without uncertainty has no interval: `0.0` for the lowest rate itself.
     """
     if value is None:
         return MISSING
@@ -111,11 +115,11 @@ def error_rate(value: Estimate | None) -> str:
 
 
 def strategy_label(strategy: str, ranks: int) -> str:
-    """Name what was trained for people: `bmuf (period=16)`, `gradient averaging`, `one rank`.
+    """Name a strategy for readers: `bmuf (period=16)`, `gradient averaging`, `one rank`.
 
     Args:
-        strategy: with its options, as it was chosen.
-        ranks: how many it was trained on; one alone has nothing to exchange.
+        strategy: the strategy with its options, as the user chose it.
+        ranks: number of ranks; a single rank has nothing to exchange, so its strategy is not named.
     """
     if ranks == 1:
         return ONE_RANK_LABEL
@@ -125,10 +129,10 @@ def strategy_label(strategy: str, ranks: int) -> str:
 
 
 def run_labels(runs: Sequence[RunResult]) -> dict[str, str]:
-    """Name the runs for people: `period 16`, `gradient averaging`, `one rank`.
+    """Name the runs for readers: `period 16`, `gradient averaging`, `one rank`.
 
-    The strategy is left out where several periods of one are compared; where two runs would read alike, or a
-    run lost its settings, the folder's name stands instead.
+    The strategy is omitted if all runs with a period have the same one.  A run is named by its folder if its
+    label would not be unique, or if its settings are lost.
     """
     with_period = [run.strategy for run in runs if run.model_period is not None]
     compares_periods = len(with_period) > 1 and len(set(with_period)) == 1

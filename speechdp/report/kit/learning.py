@@ -11,7 +11,7 @@ from speechdp.report.kit.canvas import Canvas, style_axes
 from speechdp.report.kit.metric_names import Terms
 from speechdp.report.runs.results import Evaluation
 
-#: Points of a curve that are drawn: a plot is some hundred pixels wide.
+#: Largest number of points drawn of a curve: a plot is a few hundred pixels wide.
 _MOST_POINTS = 400
 Point = TypeVar("Point")
 
@@ -27,25 +27,25 @@ def curve_points(evaluations: Sequence[Evaluation], over_time: bool) -> list[tup
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """Return points of a curve in even distances, few enough to draw, the first and the last among them."""
+    """Return evenly spaced points of a curve, few enough to draw, including the first and the last."""
     if len(points) <= _MOST_POINTS:
         return list(points)
     last = len(points) - 1
     return [points[round(place * last / (_MOST_POINTS - 1))] for place in range(_MOST_POINTS)]
 
 
-#: Curves that are nearer to each other at every point hide one another, as a share of the axes.
+#: Distance below which one curve hides another if it holds at every point, as a share of the axes.
 HIDDEN = 0.006
 
 
 def lies_on(
     curve: Sequence[tuple[Any, ...]], other: Sequence[tuple[Any, ...]], nearest: tuple[float, float]
 ) -> bool:
-    """Return whether a curve hides another, or the part of it that has as many points.
+    """Return whether a curve hides another; only as many points as the shorter one has are compared.
 
     Args:
-        curve, other: x and y of each point, and what else belongs to it.
-        nearest: how far apart points are, across and up, that cannot be told apart.
+        curve, other: points, each starting with x and y.
+        nearest: largest distance in x and in y at which two points look like one.
     """
     return all(
         abs(point[0] - its[0]) <= nearest[0] and abs(point[1] - its[1]) <= nearest[1]
@@ -54,17 +54,17 @@ def lies_on(
 
 
 def seen_through(hidden: int) -> tuple[float, ...]:
-    """Return strokes and gaps, in points, through which so many curves below are seen; none below: ()."""
+    """Return strokes and gaps, in points, that show `hidden` curves below; () if there are none."""
     return (4.0, 4.0 * hidden) if hidden else ()
 
 
 def frames_unit(longest: float) -> tuple[float, str]:
-    """Return what to divide frames by on an axis, and its name."""
+    """Return the number of frames in an axis unit, and the unit's name."""
     return (1e6, "million") if longest >= 1e6 else (1e3, "thousand")
 
 
 def time_unit(longest: float) -> tuple[float, str]:
-    """Return what to divide seconds by on an axis, and its name."""
+    """Return the number of seconds in an axis unit, and the unit's name."""
     if longest >= 2 * 3600:
         return 3600.0, "h"
     return (60.0, "min") if longest >= 180 else (1.0, "s")
@@ -73,10 +73,10 @@ def time_unit(longest: float) -> tuple[float, str]:
 def learning_axes(
     ax: Axes, title: str, longest: float, terms: Terms, canvas: Canvas, *, over_time: bool
 ) -> float:
-    """Make the axes of learning curves; return what to divide times or frames by.
+    """Set up the axes of learning curves; return the number of seconds or frames in the x axis's unit.
 
     Args:
-        title: what stands before the name of the axis.
+        title: beginning of the plot's title; the name of the x axis follows.
         longest: the largest time, s, or number of frames.
     """
     scale, unit = time_unit(longest) if over_time else frames_unit(longest)

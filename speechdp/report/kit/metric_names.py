@@ -1,6 +1,6 @@
-"""How the held-out figures of runs are written in reports: by what the runs' task declares of its metrics.
+"""Write the held-out figures of runs in reports, as the runs' task declares its metrics.
 
-Runs are compared by a score: the task's first metric, with its sign turned where smaller is better.
+Runs are compared by a score: the task's first metric, with its sign reversed if smaller is better.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from speechdp.tasks.metrics import Metric, TaskRecord
 
 @dataclass(frozen=True)
 class Terms:
-    """The words for the held-out figures of a task, and for what made its runs."""
+    """The words for a task's held-out figures and for the kind of its runs."""
 
     task: TaskRecord
     kind: RunKind = TRAINER
 
     @property
     def metric(self) -> Metric:
-        """What runs are compared by."""
+        """The metric that runs are compared by."""
         return self.task.metrics[0]
 
     @property
     def amount(self) -> str:
-        """What throughput counts."""
+        """The unit that throughput counts, e.g. frames."""
         return self.kind.amount
 
     @property
@@ -47,66 +47,68 @@ class Terms:
 
     @property
     def short_name(self) -> str:
-        """What the metric is called where it is clear that the data are held out."""
+        """The metric's name without "held-out", for sentences in which that is clear."""
         return self.metric.name.removeprefix("held-out ")
 
     @property
     def keeps(self) -> str:
-        """What a run does that is near enough to the best: an error is no accuracy."""
+        """Predicate of a run that is near enough to the best; an error is not called an accuracy."""
         return f"keeps the {self.short_name} low" if self.falls else "keeps the accuracy"
 
     @property
     def misses(self) -> str:
-        """What is said of a run that is not near enough to the best."""
+        """Clause about a run that is not near enough to the best."""
         return f"its {self.short_name} is too high" if self.falls else "it is not accurate enough"
 
     @property
     def is_best(self) -> str:
-        """What is said of the run with the best figure."""
+        """Predicate of the run with the best figure."""
         return f"has the {self.best} {self.short_name}" if self.falls else "is the most accurate"
 
     @property
     def axis(self) -> str:
-        """What stands at a plot's axis."""
+        """The name of a plot's axis."""
         return self.metric.name if self.metric.unit in ("", "per frame") else self.metric.unit
 
     def number(self, score: float | None) -> str:
-        """Write the figure alone: `−0.407`, or `0.1233` of an error."""
+        """Write the figure alone: `−0.407`, or `0.1233` for an error."""
         return metric_text(self.metric, None if score is None else self.metric.score(score))
 
     def with_unit(self, score: float | None) -> str:
-        """Write the figure so that it can stand in a sentence: `−0.407 nats/frame`, `L1 0.1233 per frame`."""
+        """Write the figure for use in a sentence: `−0.407 nats/frame`, `L1 0.1233 per frame`."""
         return self.metric.labelled(self.number(score))
 
     def gap(self, score: float, best: float, of: str = "") -> str:
         """Write how much worse a figure is than the best: `0.05 nats/frame below the best`.
 
         Args:
-            score, best: as runs record them: higher is better.
-            of: what `best` is, e.g. "that of one rank"; "": the best.
+            score, best: scores; higher is better.
+            of: name of `best` in the sentence, e.g. "that of one rank"; "": the best.
         """
         side = "above" if self.falls else "below"
         return f"{self.metric.labelled(self.metric.number(best - score))} {side} {of or f'the {self.best}'}"
 
     def gain(self, value: float) -> str:
-        """Write by how much a figure has become better: `+0.012 nats/frame`."""
+        """Write an improvement of a figure: `+0.012 nats/frame`."""
         return self.metric.labelled(f"{formatting.MINUS if self.falls else '+'}{self.metric.number(value)}")
 
     def tolerance(self) -> str:
-        """Write how far from the best a model is as accurate: `0.02 nats/frame`, `2 %`."""
+        """Write how far below the best a model still counts as accurate: `0.02 nats/frame`, `2 %`."""
         metric = self.metric
         if metric.tolerance_is_relative:
             return f"{100 * metric.tolerance:g} %"
         return f"{metric.scale * metric.tolerance:g} {metric.unit}".strip()
 
     def score_of_target(self, target: float | None) -> float | None:
-        """Return a target that a user gives as a score; an error that is never below 0, with either sign.
+        """Return the user's target as a score.
+
+        For an error that is never below 0, the sign of the target is ignored.
 
         Args:
-            target: as reports show the metric: 85 of a share in %, which is recorded as 0.85.
+            target: the metric as reports show it: 85 for a share in %, which is recorded as 0.85.
 
         Raises:
-            ConfigError: no model reaches it.
+            ConfigError: no model can reach it.
         """
         if target is None:
             return None
@@ -124,7 +126,7 @@ class Terms:
         return score
 
     def others(self, evaluation: Evaluation) -> str:
-        """Write an evaluation's further figures: `frame accuracy 82.1 %`."""
+        """Write an evaluation's other metrics, all but the first: `frame accuracy 82.1 %`."""
         shown = [(metric, evaluation.values.get(metric.key)) for metric in self.task.metrics[1:]]
         return ", ".join(
             f"{metric.name} {metric_text(metric, value)} {metric.unit}"
@@ -133,7 +135,7 @@ class Terms:
         )
 
     def finish_axis(self, ax: Axes) -> None:
-        """Write a plot's heights, which are scores, as they are in the table; errors fall."""
+        """Label a y axis of scores with the metric's values, as in the table; curves of errors fall."""
         if self.falls or self.metric.scale != 1:
             metric = self.metric
             ax.yaxis.set_major_formatter(lambda y, _: f"{metric.scale * metric.score(y):g}")
@@ -147,6 +149,6 @@ def metric_text(metric: Metric, value: float | None) -> str:
 
 
 def terms_of(runs: Iterable[RunResult]) -> Terms:
-    """Return the terms of the runs' task; where they have several, of the first that tells its own."""
+    """Return the terms for some runs: task and kind of the first one that still has its settings."""
     runs = list(runs)
     return Terms(task_of(runs), next((run.kind for run in runs if run.settings or run.script_task), TRAINER))

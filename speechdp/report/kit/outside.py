@@ -1,4 +1,4 @@
-"""Words for what runs did not have to themselves: cores of their hosts, and GPUs."""
+"""Sentences on resources that runs had to share: cores of their hosts, and GPUs."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from speechdp.report.runs.results import GpuConditions, RankTiming, RunResult
 from speechdp.report.runs.steadiness import NOTABLE_BYTES, NOTABLE_OTHERS, outside_load
 from speechdp.timing.load import NOTABLE_LOAD, OutsideLoad
 
-#: What held a clock down, by its name in the records.
+#: Words for the causes of a throttled clock, by their names in the records.
 _LIMITS = {
     "power": "the power limit",
     "heat": "heat",
     "hardware": "the hardware's slow-down",
     "settings": "a clock that was set",
 }
-#: Shares of the time below this are not named.
+#: Shares of the time below this are not mentioned.
 _SMALL_SHARE = 0.005
-#: Amounts below these are shown as zero, and not named: cores, and bytes that are shown as GB.
+#: Amounts that would be displayed as zero, and are not mentioned: cores, and bytes displayed in GB.
 _SMALL_CORES = 0.005
 _SMALL_BYTES = 5e6
-#: GPUs that a sentence names one by one.
+#: Largest number of GPUs that a sentence names individually.
 _NAMED_GPUS = 4
 
 
 @dataclass(frozen=True)
 class _Gpu:
-    """A GPU of a run, with the first of the ranks that used it."""
+    """A GPU of a run, and the first rank that used it."""
 
     rank: RankTiming
     conditions: GpuConditions
@@ -42,10 +42,10 @@ class _Gpu:
 
 
 def load_text(load: OutsideLoad) -> str:
-    """Name cores that were not the job's: `0.4 cores busy with other work and 0.2 stolen by the virtual ...`.
+    """State cores the job did not have: `0.4 cores busy with other work and 0.2 stolen by the virtual ...`.
 
-    A part that is too small to matter is left out beside one that is not; where neither matters, one that is
-    zero is, unless both are.
+    A part too small to matter is omitted if the other one matters.  If neither matters, parts that are zero
+    are omitted; if both are zero, the first is stated.
     """
     parts = [
         (load.others, "busy with other work"),
@@ -66,16 +66,16 @@ def _cores(amount: float) -> str:
 
 
 def conditions_text(gpu: GpuConditions) -> str:
-    """Say in a few words at which clock a GPU worked, and who else used it; "" where it is not known."""
+    """State a GPU's clock and its other users in a few words; "" if unknown."""
     facts = [] if gpu.clock_mhz is None else [f"GPU clock {formatting.count(gpu.clock_mhz)} MHz"]
     facts += [others] if (others := _others_text(gpu)) else []
     return ", ".join(facts)
 
 
 def outside_sentences(run: RunResult) -> list[str]:
-    """Say what a run did not have to itself: clocks and other users of its GPUs, and cores of its hosts.
+    """State clocks and other users of a run's GPUs, and cores of its hosts that others used.
 
-    Of a run without a GPU the cores are named only where some were stolen.
+    For a run without a GPU, the cores are stated only if some were stolen.
     """
     if run.timing is None:
         return []
@@ -91,7 +91,7 @@ def outside_sentences(run: RunResult) -> list[str]:
 
 
 def shares_gpus(run: RunResult) -> bool:
-    """Return whether others were on a run's GPUs for so long, or held so much of them, that it matters."""
+    """Return whether others used a run's GPUs long enough, or held enough of their memory, to matter."""
     ranks = () if run.timing is None else run.timing.ranks
     return any(
         (gpu.conditions.others or 0.0) > NOTABLE_OTHERS
@@ -123,7 +123,7 @@ def _clocks(gpus: Sequence[_Gpu]) -> str:
 
 
 def _limits(gpus: Sequence[_Gpu]) -> str:
-    """Say what held clocks down, in the mean over the GPUs of which that was read."""
+    """State what throttled the clocks: means over the GPUs for which this was read."""
     known = [limits for gpu in gpus if (limits := gpu.conditions.limits) is not None]
     if not known:
         return ""
@@ -155,7 +155,7 @@ def _other_users(gpus: Sequence[_Gpu]) -> str:
 
 
 def _others_text(gpu: GpuConditions) -> str:
-    """Say who else used a GPU, however briefly; "" where nobody is known to have."""
+    """State who else used a GPU, however briefly; "" if nobody is known to have used it."""
     mean, num_bytes = gpu.others or 0.0, gpu.others_bytes or 0.0
     most = math.ceil(mean) if gpu.most_others is None else gpu.most_others
     held = f"{formatting.times(num_bytes / 1e9)} GB"

@@ -1,4 +1,4 @@
-"""Draw which averaging period was in force over the steps of training."""
+"""Plot the averaging period in force over the steps of training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _AXES = {
 
 @dataclass(frozen=True)
 class PeriodCurve:
-    """The periods of a run, under the name, colour and strokes it has on other plots."""
+    """A run whose periods are plotted, with its name, colour and strokes from the other plots."""
 
     run: RunResult
     label: str
@@ -32,7 +32,7 @@ class PeriodCurve:
 
 
 def period_units(runs: Iterable[RunResult]) -> list[PeriodUnit]:
-    """Return the units of recorded periods; each needs a plot of its own."""
+    """Return the units of the recorded periods; each needs its own plot."""
     found = {run.periods[0].period.unit for run in runs if run.periods}
     return [unit for unit in PeriodUnit if unit in found]
 
@@ -40,14 +40,14 @@ def period_units(runs: Iterable[RunResult]) -> list[PeriodUnit]:
 def draw_periods(
     ax: Axes, title: str, curves: Sequence[PeriodCurve], unit: PeriodUnit, canvas: Canvas, *, named: bool
 ) -> bool:
-    """Plot the period in force over steps, of the runs whose strategy changes it.
+    """Plot the period in force over steps, for runs whose strategy changes it.
 
     Args:
-        unit: runs whose period counts something else are left out.
-        named: name the curves in a legend, where there are several.
+        unit: unit of the periods to plot; runs with another unit are left out.
+        named: name the curves in a legend if there are several.
 
     Returns:
-        False, with nothing drawn, where no run has recorded such periods.
+        False, with nothing drawn, if no run has recorded periods in this unit.
     """
     shown = [curve for curve in curves if curve.run.periods and curve.run.periods[0].period.unit is unit]
     if not shown:
@@ -101,7 +101,7 @@ def _summary(changes: Sequence[PeriodChange]) -> str:
 
 
 def _last_step(run: RunResult) -> int:
-    """Return how far a run's periods are known to have been in force, at least 1."""
+    """Return the last step for which a run's period is known, at least 1."""
     steps = [run.periods[-1].step, *(evaluation.step for evaluation in run.evaluations)]
     steps += [rank.last_step for rank in (run.timing.ranks if run.timing else ()) if rank.last_step]
     return max(1, *steps)

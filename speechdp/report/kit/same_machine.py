@@ -1,4 +1,4 @@
-"""Say first of all where the machine was not the same for the runs that are compared."""
+"""Warn if the machine's speed was not the same for all runs of a comparison."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from speechdp.report.kit.outside import conditions_text, load_text
 from speechdp.report.runs.results import RunResult
 from speechdp.report.runs.steadiness import Circumstances, find_unsteadiness
 
-#: What is in doubt of runs that a machine has timed which was not the same: speeds that are compared, all but
-#: the speeds where those come from a race, and what is predicted from the runs.
+#: What is in doubt if the machine was not the same for all runs: the speeds compared; if those come from a
+#: race, all other times; the predictions made from the runs.
 SPEEDS = (
     "Speeds that were measured one after another under such conditions say little about the settings: "
     "measure them again while nothing else runs there."
@@ -26,12 +26,12 @@ PREDICTIONS = (
 
 
 def machine_warning(runs: Iterable[RunResult], labels: Mapping[str, str], doubt: str = SPEEDS) -> str:
-    """Return a sentence or two, by what to measure and when; "" where nothing speaks against the runs.
+    """Return a warning naming the two runs that differ most and their conditions; "" if none is needed.
 
     Args:
-        runs: those that are taken together.
-        labels: of runs, by their names.
-        doubt: what follows from it, a sentence.
+        runs: runs that are compared, or combined.
+        labels: labels of the runs, by run name.
+        doubt: a sentence on what is in doubt because of it.
     """
     found = find_unsteadiness(runs)
     if found is None:

@@ -1,4 +1,4 @@
-"""What the reader of runs of a user's script must know: its seed, its metric's direction, its versions."""
+"""Cautions on runs of a user's script: its seed, its metric's direction, its versions."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from speechdp.report.runs.script_metric import LoggedMetric
 
 
 def wrong_way(runs: Sequence[RunResult], again: str = "") -> str:
-    """Say that a script's metric went the worse way in all runs, where which way is better was only guessed.
+    """Return a caution if a script's metric got worse in all runs but its direction is a guess; else "".
 
     Args:
-        again: where a command has to be given to judge by the other direction, ` in another folder`.
+        again: where the command must be repeated to judge by the other direction, e.g. ` in another folder`.
     """
     metric = terms_of(runs).metric
     if not (isinstance(metric, LoggedMetric) and metric.is_guessed):
@@ -30,9 +30,9 @@ def wrong_way(runs: Sequence[RunResult], again: str = "") -> str:
 
 
 def distinct_trainings(runs: Sequence[RunResult]) -> int:
-    """Return how many runs of one setting differ: those of a script that takes no seed are all one.
+    """Return how many runs of one setting differ: all runs of a script that ignores its seed count as one.
 
-    Figures that are whole, as an accuracy of 1 is, may be alike without that.
+    Runs with whole scores only (such as an accuracy of 1) always count, because such scores may coincide.
     """
     told = [run for run in runs if run.kind is SCRIPT and any(map(_is_broken, _scores(run)))]
     curves = {tuple((each.step, each.score) for each in run.evaluations) for run in told}
@@ -48,10 +48,10 @@ def _is_broken(score: float) -> bool:
 
 
 def without_seed(settings: Iterable[Sequence[RunResult]]) -> str:
-    """Say that seeds have made no difference to a script; "" where they did, or there was one.
+    """Return a caution if seeds made no difference to a script; "" if they did, or if there was only one.
 
     Args:
-        settings: the runs of each, one a seed.
+        settings: the runs of each setting, one per seed.
     """
     if all(distinct_trainings(runs) == len(runs) for runs in settings):
         return ""
@@ -62,13 +62,13 @@ def without_seed(settings: Iterable[Sequence[RunResult]]) -> str:
 
 
 def several_versions(runs: Sequence[tuple[RunResult, str]]) -> str:
-    """Say which runs were made by another version of a script than most; "" where all are of one.
+    """Name the runs made with another version of the script than most; "" if all used one version.
 
     Args:
-        runs: each with its label.
+        runs: runs and their labels.
     """
     versions = [(_versions(run), label, run) for run, label in runs]
-    known = [one for one in versions if one[0]]  # older runs did not note it
+    known = [one for one in versions if one[0]]  # older runs did not record it
     counts = Counter(version for version, _, _ in known)
     if not known or (len(counts) == 1 and len(known[0][0]) == 1):
         return ""

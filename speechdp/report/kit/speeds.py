@@ -1,4 +1,4 @@
-"""Which of several settings is the fastest: by their race those that took part in one, else by their runs."""
+"""Choose the fastest of several settings: by their race if they took part in one, else by their runs."""
 
 from __future__ import annotations
 
@@ -10,52 +10,53 @@ from speechdp.report.kit import formatting
 from speechdp.report.kit.tables import Column
 from speechdp.report.runs.raced import RacedSpeed
 
-#: By which share speeds of runs differ although nothing else does.
+#: Relative difference of speed between runs that have the same settings.
 _BY_CHANCE = 0.05
 
 
 class Raced(Protocol):
-    """What is compared."""
+    """A row whose speed is compared."""
 
     @property
     def raced(self) -> RacedSpeed | None:
-        """Its speed by the race; None: it took no part in one."""
+        """Its speed in the race; None: it took part in none."""
 
     @property
     def score(self) -> float | None:
-        """What is higher the better a model is on held-out data."""
+        """Score of its model on held-out data; higher is better."""
 
 
 Row = TypeVar("Row", bound=Raced)
 
 
 def any_raced(rows: Sequence[Raced]) -> bool:
-    """Return whether a race compares some of the rows: speeds are attached only where it compares several."""
+    """Return whether a race compares some of the rows: only races of several rows attach speeds to them."""
     return any(row.raced is not None for row in rows)
 
 
 def ranked(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows that are compared by their speed: those that raced, else all, by their runs.
+    """Return the rows to compare by speed: those that raced; if none did, all, by their runs.
 
-    A row's ratio in a race and the throughput of another's run are never compared.
+    The ratio of one row in a race is never compared with the throughput of another row's run.
     """
     return [row for row in rows if row.raced is not None] or list(rows)
 
 
 def choose_fastest(rows: Sequence[Row], of_runs: Callable[[Row], float]) -> tuple[Row, list[Row]]:
-    """Return the row to choose of those that are ranked, and those whose speed cannot be told from its.
+    """Return the row to choose, and the other rows that may be the fastest.
 
-    The most accurate is chosen of those than which no row is known to be faster.  The row that is the fastest
-    in truth is among these in 95 % of races at least, with enough rounds (docs/timing.md).
+    Candidates are the rows that no other row is known to outpace; the most accurate of them is chosen.  With
+    enough rounds, the row that is truly the fastest is among the candidates in at least 95 % of races
+    (docs/timing.md).
 
     Args:
-        of_runs: the throughput of a row's own runs.
+        of_runs: returns the throughput of a row's own runs.
     """
     candidates = ranked(rows)
     fastest = _first(candidates, of_runs)
     if not _has_interval(fastest):
         return fastest, []
-    # Each of a circle of rows might be known to be faster than the next, if hardly ever.
+    # In rare cases, each row in a cycle is known to be faster than the next: then no candidate is left.
     among = len(candidates)
     alike = [
         row for row in candidates if not any(_is_faster(other, row, of_runs, among) for other in candidates)
@@ -65,10 +66,10 @@ def choose_fastest(rows: Sequence[Row], of_runs: Callable[[Row], float]) -> tupl
 
 
 def faster_than(chosen: Row, rows: Sequence[Row], of_runs: Callable[[Row], float]) -> Row | None:
-    """Return the fastest of the rows that are compared with the chosen one; None: not known to be faster.
+    """Return the fastest row that can be compared with the chosen one; None: not known to be faster.
 
     Args:
-        of_runs: as in choose_fastest.
+        of_runs: as in `choose_fastest`.
     """
     compared = [row for row in rows if (row.raced is None) == (chosen.raced is None)]
     fastest = _first(compared, of_runs)
@@ -76,15 +77,15 @@ def faster_than(chosen: Row, rows: Sequence[Row], of_runs: Callable[[Row], float
 
 
 def _first(rows: Sequence[Row], of_runs: Callable[[Row], float]) -> Row:
-    """Return the row with the largest ratio of the race, or of rows that did not race the fastest run's."""
+    """Return the row with the largest ratio in the race; if none raced, the row with the fastest run."""
     return max(rows, key=lambda row: of_runs(row) if row.raced is None else row.raced.ratio)
 
 
 def _is_faster(one: Row, other: Row, of_runs: Callable[[Row], float], among: int) -> bool:
-    """Return whether a row is faster than another that is compared with it: known to be, by a race.
+    """Return whether a row is faster than another; if both raced, whether the race shows it.
 
     Args:
-        among: number of rows that are compared.
+        among: number of rows compared.
     """
     if one.raced is None or other.raced is None:
         return of_runs(one) > of_runs(other)
@@ -103,7 +104,7 @@ def ratio_text(speed: RacedSpeed | None) -> str:
 
 
 def times_text(ratio: float | None, interval: tuple[float, float] | None) -> str:
-    """Write a ratio with its interval, if it has one: `1.41 [1.38, 1.44]`."""
+    """Write a ratio, with its interval if known: `1.41 [1.38, 1.44]`."""
     if ratio is None or interval is None:
         return formatting.times(ratio)
     low, high = map(formatting.times, interval)
@@ -111,19 +112,19 @@ def times_text(ratio: float | None, interval: tuple[float, float] | None) -> str
 
 
 def is_surely_slower(times: float | None, interval: tuple[float, float] | None) -> bool:
-    """Return whether a speed is below another: by the interval of its ratio, else by more than by chance."""
+    """Return whether a speed is below another's: by the ratio's interval; without one, by more than 5 %."""
     if times is None:
         return False
     return times < 1 - _BY_CHANCE if interval is None else interval[1] < 1
 
 
 def speed_phrase(speed: RacedSpeed, name: str, baseline: str) -> str:
-    """Write how fast a setting is beside the baseline, without a line break inside the figures.
+    """State a setting's speed relative to the baseline, without a line break inside the figures.
 
     Args:
-        speed: of the setting, in the race.
-        name: the setting.
-        baseline: the setting whose speed is 1.
+        speed: speed of the setting in the race.
+        name: name of the setting.
+        baseline: name of the setting whose speed is 1.
     """
     if name == baseline:
         return "the speed that others are compared with"

@@ -1,4 +1,4 @@
-"""Plots as SVG elements of a page, with texts to point at, and as PNG to pass on."""
+"""Write plots as SVG elements of a page, with tooltips, and as PNG pictures."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from speechdp.files import atomic_path
 from speechdp.report.kit.canvas import Canvas, legend_lines
 from speechdp.report.kit.theme import with_variables
 
-#: Text stays text (searchable, in the page's font); names of runs are never read as formulas; element
-#: ids do not change from one report to the next.
+#: Text remains text (searchable, in the page's font), names of runs are never parsed as formulas, and element
+#: ids are the same in every report.
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "speechdp",
@@ -35,7 +35,7 @@ STYLE: dict[Any, Any] = {
     "figure.facecolor": "none",
     "savefig.facecolor": "none",
 }
-#: Of SVG always; text is laid out by it.
+#: Fixed for SVG; matplotlib lays out text with it.
 _SVG_DPI = 72
 _PNG_DPI = 120
 
@@ -45,11 +45,11 @@ class Panel:
     """One plot.
 
     Attributes:
-        name: file-safe.
+        name: name, safe as a file name.
         description: what it shows.
         size: width and height, inches.
-        draw: draws it; returns False, with nothing drawn, where there is nothing to show.
-        keys: titles of its colours, for pictures without the page's legend.
+        draw: function that draws it; returns False, with nothing drawn, if there is nothing to show.
+        keys: (title, colour) pairs, for pictures without the page's legend.
     """
 
     name: str
@@ -60,10 +60,10 @@ class Panel:
 
 
 def panel_svgs(panels: Iterable[Panel], make_canvas: Callable[[], Canvas]) -> list[tuple[str, Markup]]:
-    """Return (name, SVG element for a page) of each plot that has something to show.
+    """Return (name, SVG element for a page) for each plot that has something to show.
 
     Args:
-        make_canvas: returns a new canvas: the ids of each plot's texts begin anew.
+        make_canvas: returns a new canvas, so that the ids of tooltips start again in each plot.
     """
     found = ((panel.name, _panel_svg(panel, make_canvas())) for panel in panels)
     return [(name, svg) for name, svg in found if svg is not None]
@@ -75,11 +75,11 @@ def _panel_svg(panel: Panel, canvas: Canvas) -> Markup | None:
         if not panel.draw(figure.add_subplot(), canvas):
             return None
         buffer = io.StringIO()
-        # No metadata: it would be a block of links to the vocabularies that describe it.
+        # Leave out the metadata: it is mostly links to the vocabularies that describe it.
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        # Not `savefig`, which draws everything once more before this, only to lay it out.
+        # Not `savefig`, which first draws everything once more only for the layout.
         FigureCanvasSVG(figure).print_svg(buffer, metadata=nothing)  # type: ignore[no-untyped-call]
-    # Our own drawing, whose every text matplotlib or html.escape has escaped.
+    # Safe markup: the drawing is ours, and matplotlib or html.escape has escaped all of its text.
     return Markup(_for_page(buffer.getvalue(), panel, canvas))
 
 
@@ -91,18 +91,18 @@ def write_png(
     with_names: bool = False,
     caption: str = "",
 ) -> bool:
-    """Write lines of plots as one picture; return False, with nothing written, where nothing is to draw.
+    """Write lines of plots as one picture; return False, with nothing written, if there is nothing to draw.
 
     Args:
-        with_names: have a legend at the top.
-        caption: stands below.
+        with_names: draw a legend at the top.
+        caption: text below the plots.
     """
     width = max(7.0, *(sum(panel.size[0] for panel in line) for line in lines)) + 0.4
     heights = [max(panel.size[1] for panel in line) + 0.4 for line in lines]
     with mpl.rc_context({**STYLE, "figure.facecolor": "white"}):
         size = width, sum(heights) + 0.4 * with_names
         figure = Figure(figsize=size, dpi=_PNG_DPI, layout="constrained")
-        # A sub-figure a line: its plots need not stand in columns with the next line's.
+        # One sub-figure per line: plots of different lines need not align in columns.
         parts = figure.subfigures(len(lines), 1, height_ratios=heights, squeeze=False)[:, 0]
         drawn = [_draw_line(*each, width, canvas) for each in zip(parts, lines, strict=True)]
         if with_names:
@@ -115,13 +115,13 @@ def write_png(
             )
         if any(drawn):
             with atomic_path(path) as temporary:
-                # For why not `savefig` see _panel_svg.
+                # See `_panel_svg` for why this is not `savefig`.
                 FigureCanvasAgg(figure).print_png(temporary)  # type: ignore[no-untyped-call]
     return any(drawn)
 
 
 def _draw_line(part: SubFigure, line: Sequence[Panel], width: float, canvas: Canvas) -> bool:
-    """Draw plots side by side, each no more than half as wide again as on a page."""
+    """Draw plots side by side, each at most 1.5 times as wide as on a page."""
     part.get_layout_engine().set(w_pad=0.15, h_pad=0.12)  # type: ignore[call-arg]
     widths = [panel.size[0] for panel in line]
     room = width - 1.5 * sum(widths)
@@ -143,7 +143,7 @@ def _draw_line(part: SubFigure, line: Sequence[Panel], width: float, canvas: Can
 
 
 def _for_page(svg: str, plot: Panel, canvas: Canvas) -> str:
-    """Fit matplotlib's file into a page: ids of its own, the page's font and colours, texts to point at."""
+    """Adapt matplotlib's SVG to a page: unique ids, the page's font and colours, tooltips."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'<g id="(tip-\d+)">', lambda match: _with_tip(match, canvas.tips), svg)
@@ -153,7 +153,7 @@ def _for_page(svg: str, plot: Panel, canvas: Canvas) -> str:
     description = html.escape(plot.description)
     opening = re.compile(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>')
     svg = opening.sub(
-        # No template: a backslash in the description is one.
+        # A function, not a template: `re` would interpret a backslash in the description.
         lambda match: f'<svg class="plot" role="img" aria-label="{description}" viewBox="{match[1]}">',
         svg,
         count=1,

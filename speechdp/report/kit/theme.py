@@ -1,15 +1,15 @@
-"""Colours of the plots: fixed ones for PNG, stand-ins that the page replaces by CSS variables.
+"""Colours of the plots: fixed ones for PNG, and placeholders that become CSS variables on a page.
 
 Matplotlib needs real colours, but a page that follows the reader's light or dark setting needs variables.
-A stand-in is a colour that nothing else uses; after drawing, the SVG's text has it replaced.
+A placeholder is a colour that nothing else uses; after drawing, it is replaced in the text of the SVG.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: Told apart with any sight: for red and green blindness, too, two of them differ by 16 or more in CIELAB. As
-#: text they are legible on the page (contrast 4.5).
+#: Distinguishable also with red or green blindness: any two of them then differ by 16 or more in CIELAB.
+#: They are legible as text on the page (contrast 4.5).
 RUN_COLOURS = ("#1b6ed8", "#b6523b", "#39816f", "#730e53", "#936f05", "#d40560", "#0574a1", "#2c3605")
 RUN_COLOURS_DARK = (
     "#5da5fa",
@@ -21,7 +21,7 @@ RUN_COLOURS_DARK = (
     "#92e2f8",
     "#cbd794",
 )
-#: Fill of each span's bar and the ink that is legible on it; the same by day and by night.
+#: Fill of each span's bar and the text colour that is legible on it; the same on light and dark pages.
 SPAN_COLOURS = {
     "forward": ("#a9cbea", "#1b2733"),
     "backward": ("#4585c2", "#ffffff"),
@@ -35,7 +35,7 @@ SPAN_COLOURS = {
 
 @dataclass(frozen=True)
 class Theme:
-    """The colours a plot is drawn with; `runs` is used in the sweep's order and repeats."""
+    """The colours of a plot; those in `runs` are assigned in the order of the runs, and repeat."""
 
     ink: str
     muted: str
@@ -61,13 +61,13 @@ PAGE = Theme(_INK, _MUTED, _GRID, _SURFACE, _BASELINE, tuple(_RUNS))
 
 
 def with_variables(svg: str) -> str:
-    """Replace the stand-ins in an SVG by the page's CSS variables."""
+    """Replace the placeholder colours in an SVG with the page's CSS variables."""
     for stand_in, variable in _STAND_INS.items():
         svg = svg.replace(stand_in, variable)
     return svg
 
 
 def css_variables(*, dark: bool) -> str:
-    """Return the declarations of the run colours for one of the page's two appearances."""
+    """Return the CSS declarations of the run colours for the dark or the light page."""
     colours = RUN_COLOURS_DARK if dark else RUN_COLOURS
     return " ".join(f"--run-{i}: {colour};" for i, colour in enumerate(colours))

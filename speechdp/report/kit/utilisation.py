@@ -232,7 +232,7 @@ def draw_memory(
 
 
 def mean_over_columns(course: Course) -> Array:
-    """Return (B,) the mean over the sampled columns; NaN where there are none."""
+    """Return (B,) the mean over the sampled columns; NaN if there are none."""
     return _over_columns(np.mean, course.values)
 
 

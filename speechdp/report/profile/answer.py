@@ -1,4 +1,4 @@
-"""Put a profile's result into words: what scales, what does not, what memory and trainloader cost."""
+"""State a profile's result in words: what scales, what does not, the cost of memory and trainloader."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from speechdp.report.kit.formatting import milliseconds, rank_count
 from speechdp.report.profile.cautions import about_few_steps, find_cautions
 from speechdp.report.profile.loading_answer import loading_sentences
 
-#: Functions below this share of the step on the most ranks are not judged.
+#: Functions with a smaller share of the step on the most ranks are not judged.
 JUDGED_SHARE = 0.03
-#: From this efficiency on a function counts as one that scales.
+#: Lowest efficiency of a function that counts as scaling.
 SCALES = 0.85
-#: A largest peak below so many times the smallest is called balanced.
+#: Memory is balanced if the largest peak is below this multiple of the smallest.
 BALANCED = 1.1
-#: Not to be named where single functions are.
+#: Entries that are no functions of the model and are not judged as such.
 _NOT_OF_THE_MODEL = WAITING_FUNCTIONS | {STEP}
 
 
@@ -40,7 +40,7 @@ RULE = (
 
 
 def find_answer(profile: Profile, scalings: Sequence[Scaling]) -> Answer:
-    """Return what the profile says."""
+    """Return the answer of a profile."""
     of_kind = {scaling.kind: scaling for scaling in scalings}
     compared = [s for s in scalings if len(s.ranks) > 1 and s.ranks[0] == s.base]
     job = main_job(profile)
@@ -61,9 +61,9 @@ def find_answer(profile: Profile, scalings: Sequence[Scaling]) -> Answer:
 
 
 def _judged(scaling: Scaling) -> list[tuple[float, str]]:
-    """Return (efficiency, function) of what is large enough to matter, by the time it loses, most first.
+    """Return (efficiency, function) of functions large enough to matter, those that lose most time first.
 
-    A function loses on the most ranks what it takes longer there than if it scaled fully.
+    The loss is the time on the most ranks beyond what the function would take there if it scaled fully.
     """
     most = scaling.ranks[-1]
     found = [
@@ -93,7 +93,7 @@ def _headline(of_kind: dict[str, Scaling], compared: Sequence[Scaling]) -> str:
 
 
 def _unscaled(only: Scaling) -> str:
-    """Say what takes the time where there is one number of ranks."""
+    """State which function takes the most time if only one number of ranks was profiled."""
     ranks = only.ranks[-1]
     were = "was" if ranks == 1 else "were"
     text = f"Only {rank_count(ranks)} {were} profiled, so nothing can be said about scaling"
@@ -129,7 +129,7 @@ def _loses_most(weak: Scaling, judged: list[tuple[float, str]]) -> str:
 
 
 def _lost_by_waiting(weak: Scaling) -> str:
-    """Say which waiting keeps a step from scaling whose functions all do; "": the step scales as well."""
+    """State which wait keeps the step from scaling although its functions scale; "": the step scales."""
     few, most = weak.ranks[0], weak.ranks[-1]
     efficiency = weak.efficiency(STEP, most)
     if efficiency is None or efficiency >= SCALES:
@@ -170,7 +170,7 @@ def _pace(scaling: Scaling, name: str) -> str:
 
 
 def _others(weak: Scaling | None) -> str:
-    """Name what scales and what else does not."""
+    """Name the functions that scale, and further ones that do not."""
     if weak is None or len(weak.ranks) < 2:
         return ""
     judged = _judged(weak)
@@ -222,7 +222,7 @@ def _strong(strong: Scaling | None) -> str:
 
 
 def _single(singles: Sequence[Scaling], weak: Scaling | None) -> str:
-    """Say how each module scales alone, and in the whole step: to the most ranks that any has."""
+    """State how each module scales alone and in the whole step, on the largest number of ranks."""
     parts = []
     most = max((scaling.ranks[-1] for scaling in singles), default=0)
     for scaling in singles:

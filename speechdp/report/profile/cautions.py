@@ -1,4 +1,4 @@
-"""What the reader of a profile must know before trusting it."""
+"""Cautions that the reader of a profile must know before trusting it."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from speechdp.experiments.profile.record import LOADER_KINDS, STRONG, WEAK, Prof
 from speechdp.experiments.record import COMPLETE, FAILED
 from speechdp.report.kit import formatting
 
-#: Fewer steps than this after the warm-up make a poor median.
+#: Fewest steps after the warm-up for a reliable median.
 FEW_STEPS = 10
-#: Quartiles of the steps further apart than this part of the median.
+#: Distance of the quartiles of step times, over the median, above which a caution is given.
 WIDE_SPREAD = 0.25
-#: Functions with a smaller share of the step are not looked at.
+#: Functions with a smaller share of the step are not checked.
 SPREAD_SHARE = 0.05
-#: How the ranks record the cores of their host, behind its CPU (docs/profile.md).
+#: The number of cores at the end of the CPU's name, as ranks record it (docs/profile.md).
 _CORES = re.compile(r", ([1-9][0-9]{0,5}) cores?$", re.ASCII)
-#: An efficiency above this is an error of measurement.
+#: An efficiency above this is a measurement error.
 IMPOSSIBLE = 1.15
-#: Frames of a rank's step that differ by more between jobs make times hard to compare.
+#: Relative difference in frames per step between jobs above which their times are hard to compare.
 FRAMES_TOLERANCE = 0.05
 
 
 def find_cautions(profile: Profile, scalings: Sequence[Scaling]) -> tuple[str, ...]:
-    """Return one sentence a reservation."""
+    """Return the cautions, one sentence each."""
     notes = [
         _cores(profile),
         _kinds_of_hosts(profile),
@@ -63,10 +63,10 @@ def _cores(profile: Profile) -> str:
 
 
 def _cores_of_hosts(job: ProfileJob, here: int) -> list[tuple[int, int]]:
-    """Return how many of a job's ranks share how many cores, for each of its hosts.
+    """Return (number of ranks, number of cores) for each host of a job.
 
     Args:
-        here: cores of the machine that started the job, which count where the ranks did not record theirs.
+        here: number of cores of the machine that started the job; used if the ranks did not record theirs.
     """
     cpus = (job.facts or {}).get("cpus")
     told = cpus if isinstance(cpus, list) and len(cpus) == job.ranks else [""] * job.ranks
@@ -80,7 +80,7 @@ def _cores_of_hosts(job: ProfileJob, here: int) -> list[tuple[int, int]]:
 
 
 def _kinds_of_hosts(profile: Profile) -> str:
-    """Say which jobs ran on which hardware, where that differs: an efficiency compares two jobs."""
+    """Return a caution if jobs ran on different hardware, because an efficiency compares two jobs."""
     jobs_of: dict[str, list[str]] = {}
     for job in profile.jobs:
         if kinds := sorted(set(_hardware(job))):
@@ -92,7 +92,7 @@ def _kinds_of_hosts(profile: Profile) -> str:
 
 
 def _hardware(job: ProfileJob) -> list[str]:
-    """Return the GPU, else the CPU, of each rank; none where that was not recorded."""
+    """Return the name of each rank's GPU, else of its CPU; empty if not recorded."""
     facts = job.facts or {}
     gpus, cpus = (facts.get(key) for key in ("gpus", "cpus"))
     names = [gpu.get("name") for gpu in gpus if isinstance(gpu, dict)] if isinstance(gpus, list) else []
@@ -101,7 +101,7 @@ def _hardware(job: ProfileJob) -> list[str]:
 
 
 def _notes(profile: Profile) -> list[str]:
-    """Return what was noted when the profile was begun, but for what `_cores` says of the jobs that ran."""
+    """Return the notes made at the start of the profile, without those that `_cores` repeats."""
     said = about_cores(tuple({job.ranks for job in profile.jobs}), profile.settings.cores)
     return [f"{formatting.capital(note).rstrip('.')}." for note in profile.settings.notes if note not in said]
 
@@ -111,7 +111,7 @@ def _on_gpu(job: ProfileJob) -> bool:
 
 
 def about_few_steps(profile: Profile) -> str:
-    """Return the warning that goes before everything else where too few steps were taken, else ""."""
+    """Return the warning at the top of the report if there were too few steps, else ""."""
     fewest: dict[str, int] = {}
     for job in profile.jobs:
         if any(job.steps):
@@ -153,7 +153,7 @@ def _spread(profile: Profile) -> str:
 
 
 def _impossible(scalings: Sequence[Scaling]) -> str:
-    """Name efficiencies that no machine has: what was compared is not alike."""
+    """Return a caution naming impossibly high efficiencies: conditions of the jobs differed."""
     found = [
         f"{name} {_of_kind(scaling.kind)}: {formatting.percent(efficiency)} % on {ranks} ranks"
         for scaling in scalings
@@ -177,7 +177,7 @@ def _of_kind(kind: str) -> str:
 
 
 def _frames(scaling: Scaling, warmup_steps: int) -> str:
-    """Compare the frames of a step over numbers of ranks: a function's time follows them."""
+    """Return a caution if frames per step differ between numbers of ranks; times depend on them."""
     per_step = {}
     for job in scaling.jobs:
         steps = [together for together in job_steps(job) if together[0].step > warmup_steps]

@@ -1,4 +1,4 @@
-"""The pictures of a profile: which there are, which figure of the poster each repeats, as SVG and PNG."""
+"""The pictures of a profile, for SVG and PNG; each reproduces a figure of the poster, if one is named."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from speechdp.report.profile.usage import draw_memory_over_time, draw_usage, usa
 from speechdp.report.profile.words import SCALING_TITLES, loader_title
 
 SMALL_WIDTH = 5.6
-#: What the pictures repeat, as a reader of the page can find it.
+#: The poster whose figures are reproduced, as named to readers of the page.
 _POSTER = "the IBM/NTU poster (docs/profile.md)"
 
 
@@ -22,10 +22,10 @@ class ProfilePicture:
     """Plots that belong together.
 
     Attributes:
-        name: of the PNG; file-safe.
-        caption: what it shows, and which figure of the poster it repeats.
-        panels: side by side.
-        in_page: False where the page has another form of it.
+        name: name of the PNG, safe as a file name.
+        caption: what it shows, and which figure of the poster it reproduces.
+        panels: plots, side by side.
+        in_page: False if the page has another form of it.
     """
 
     name: str
@@ -35,7 +35,7 @@ class ProfilePicture:
 
 
 def make_pictures(profile: Profile) -> list[ProfilePicture]:
-    """Return the pictures there is something for, in the order of the poster's figures."""
+    """Return the pictures that have something to show, in the order of the poster's figures."""
     found = [
         _utilisation(profile),
         _first_steps(profile),

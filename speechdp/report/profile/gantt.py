@@ -1,4 +1,4 @@
-"""A few steps of every rank, function by function, on one time axis: for the page and as a plot."""
+"""Draw a few steps of every rank, function by function, on one time axis, for the page and as a plot."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from speechdp.report.kit.canvas import Canvas, style_axes
 from speechdp.report.kit.formatting import number
 from speechdp.report.profile.palette import WAITING, WAITING_FILL, fill_of
 
-#: Steps shown, and ranks at most: the first ones.
+#: Number of steps shown, and largest number of ranks shown (the first ones).
 NUM_STEPS, MAX_RANKS = 3, 32
-#: Height of a rank's lane, of its bars and of the time axis, pixels; the page's script reckons with the axis.
+#: Height of a rank's lane, of its bars and of the time axis, pixels; the page's script relies on the axis.
 LANE, BAR, AXIS = 34, 24, 22
-#: A name is written into a bar from so many per cent of the picture's width a letter on, and some more.
+#: Width that a bar needs per letter of its name, % of the picture's width, besides a margin.
 _PERCENT_A_LETTER = 0.7
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A stretch of time of one rank, ms since the picture's beginning.
+    """A time span of one rank, ms since the start of the picture.
 
     Attributes:
-        function: "" for the step itself, which lies behind its functions.
-        waiting: whether it is the part of an exchange before the last rank came.
+        function: name of the function; "" for the step itself, which is drawn behind its functions.
+        waiting: whether it is the part of an exchange before the last rank arrived.
     """
 
     rank: int
@@ -45,7 +45,7 @@ class Bar:
 
     @property
     def label(self) -> str:
-        """What is written into the bar where there is room."""
+        """The text in the bar, if there is room."""
         return "" if self.waiting else self.function
 
 
@@ -55,9 +55,9 @@ class Gantt:
 
     Attributes:
         lanes: the bars of each rank, steps before their functions.
-        width_ms: from the first bar's start to the last one's end.
-        steps: first and last.
-        hidden_ranks: left out because there are too many.
+        width_ms: time from the start of the first bar to the end of the last.
+        steps: first and last step.
+        hidden_ranks: number of ranks left out because there are too many.
     """
 
     job: ProfileJob
@@ -68,7 +68,7 @@ class Gantt:
 
     @property
     def title(self) -> str:
-        """Which steps of which job."""
+        """Name of the job, and the steps shown."""
         first, last = self.steps
         return f"{self.job.name}, " + (f"step {first}" if first == last else f"steps {first} to {last}")
 
@@ -79,7 +79,7 @@ class Gantt:
 
 
 def make_gantt(job: ProfileJob, warmup_steps: int) -> Gantt | None:
-    """Return the steps in a row, warm-up left out, that come nearest to the usual; None without steps."""
+    """Return consecutive steps after the warm-up that take a typical time; None without steps."""
     together = job_steps(job)
     together = [step for step in together if step[0].step > warmup_steps] or together
     if not together:
@@ -98,7 +98,7 @@ def make_gantt(job: ProfileJob, warmup_steps: int) -> Gantt | None:
 
 
 def _usual(together: list[tuple[StepRecord, ...]], count: int) -> list[tuple[StepRecord, ...]]:
-    """Return the `count` steps in a row whose time is the median of all such rows."""
+    """Return the `count` consecutive steps whose total time is the median of all such runs of steps."""
     windows = [together[i : i + count] for i in range(max(1, len(together) - count + 1))]
     windows.sort(key=lambda steps: sum(rank.wall_s for step in steps for rank in step))
     return windows[len(windows) // 2]
@@ -131,7 +131,7 @@ def _ms(value: float) -> str:
 
 
 def svg_of_gantt(gantt: Gantt) -> str:
-    """Return the picture as SVG: times are per cent of its width, so that it is zoomed by widening it."""
+    """Return the picture as SVG, with times in % of its width, so that widening it zooms in."""
     height = LANE * len(gantt.lanes) + AXIS
     lanes = "\n".join(_lane(gantt, rank) for rank in range(len(gantt.lanes)))
     return (
@@ -175,7 +175,7 @@ def _ticks(gantt: Gantt) -> str:
     bottom = LANE * len(gantt.lanes)
     for tick in range(int(gantt.width_ms / step) + 1):
         x = 100 * tick * step / gantt.width_ms
-        # The last label would reach over the edge.
+        # A label beyond 97 % would extend over the edge.
         first = "" if tick else ' class="first"'
         text = f'<text x="{x:.3f}%" y="{bottom + AXIS - 6}"{first}>{tick * step:g}</text>' if x < 97 else ""
         lines.append(f'<line x1="{x:.3f}%" x2="{x:.3f}%" y1="0" y2="{bottom}"/>{text}')
@@ -183,13 +183,13 @@ def _ticks(gantt: Gantt) -> str:
 
 
 def tick_distance(width: float, count: int) -> float:
-    """Return 1, 2 or 5 times a power of ten, so that about `count` ticks stand on `width`."""
+    """Return 1, 2 or 5 times a power of ten, such that about `count` ticks fit on `width`."""
     power = 10.0 ** math.floor(math.log10(width / count))
     return float(next(power * factor for factor in (1, 2, 5, 10) if power * factor * count >= width))
 
 
 def draw_gantt(ax: Axes, gantt: Gantt, canvas: Canvas) -> bool:
-    """Draw the same picture with matplotlib, for a file to pass on."""
+    """Draw the same picture with matplotlib, for the PNG."""
     style_axes(ax, gantt.title, "ms", canvas.theme)
     for rank, bars in enumerate(gantt.lanes):
         for bar in bars:

@@ -1,4 +1,4 @@
-"""Put into words what waiting for batches costs with each kind of trainloader."""
+"""State the cost of waiting for batches with each kind of trainloader."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from speechdp.experiments.profile.record import BLOCKING, FED, LOADER_KINDS, POO
 from speechdp.report.kit import formatting
 from speechdp.report.kit.formatting import number, rank_count
 
-#: Speeds of two jobs that differ by more than waiting explains, as a share: it was not the trainloader.
+#: Relative difference of two jobs' speeds, beyond what waiting explains, that has another cause.
 _OTHERWISE = 0.03
 
 
 def loading_sentences(profile: Profile) -> list[str]:
-    """Say what waiting for batches costs with each kind of trainloader."""
+    """Return sentences on the cost of waiting for batches with each kind of trainloader."""
     found = {
         kind: make_loading(jobs[-1], profile.settings.warmup_steps)
         for kind in LOADER_KINDS
@@ -34,7 +34,7 @@ def loading_sentences(profile: Profile) -> list[str]:
 
 
 def _too_short(blocking: Loading) -> str:
-    """Say that the job saw the blocking trainloader's first stop alone, of which no mean can be made."""
+    """Return a sentence if the job had only the first stop of a blocking trainloader, too few for a mean."""
     steps = max((together[0].step for together in job_steps(blocking.job)), default=0)
     if steps > TWO_STOPS:
         return ""

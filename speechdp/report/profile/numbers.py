@@ -1,4 +1,4 @@
-"""Every number that a profile's page shows or plots, one a line, as CSV in plain units."""
+"""Write every number that a profile's page shows or plots as CSV, one per line, in plain units."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from speechdp.experiments.profile.record import Profile, ProfileJob
 from speechdp.report.kit.tables import Value, csv_text
 from speechdp.report.profile.usage import mean_utilisation, memory_of, on_gpus, utilisation_of
 
-#: Columns; `rank`, `step`, `function`, `phase` and `time_s` are empty where a number is of none.
+#: Columns; `rank`, `step`, `function`, `phase` and `time_s` are empty if they do not apply.
 HEAD = (
     "job", "kind", "ranks", "batch_size", "rank", "step", "time_s", "function", "phase", "quantity", "unit",
     "value",

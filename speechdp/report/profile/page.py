@@ -1,4 +1,4 @@
-"""Write the page of a profile: HTML, CSV, pictures and a trace, from the records alone."""
+"""Write the report of a profile: HTML, CSV, pictures and a trace, from its records."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from speechdp.report.profile.palette import MEANINGS, WAITING, WAITING_FILL, fil
 from speechdp.report.profile.table import ProfileTable, make_tables
 from speechdp.report.profile.trace import write_trace
 
-#: Settings in this order, with their names; `options` follow.
+#: Names of the settings, in the order shown; `options` follow them.
 _SETTINGS = {
     "task": "task",
     "preset": "model",
@@ -46,7 +46,7 @@ _SETTINGS = {
     "threads": "threads of a rank",
     "command": "command",
 }
-#: Sections of the page: id, heading, picture and tables.
+#: Sections of the page: id, heading, name of the picture, ids of the tables.
 _SECTIONS = (
     ("functions", "Which function scales", "functions", ("times-weak", "times-strong")),
     ("single", "Modules alone", "single", ("times-single",)),
@@ -54,12 +54,12 @@ _SECTIONS = (
     ("first-steps", "First steps", "first_steps", ("first-steps",)),
     ("memory", "Memory of the ranks", "memory", ("memory",)),
 )
-#: A table of so many letters across fits beside a single plot.
+#: Largest width of a table that fits beside a single plot, characters.
 _NARROW = 66
 
 
 def write_profile_page(out: Path) -> WrittenReport:
-    """Write OUT/report/: profile.html, profile.csv, trace.json and a PNG a picture.
+    """Write OUT/report/: profile.html, profile.csv, trace.json and a PNG for each picture.
 
     Args:
         out: folder of a profile.
@@ -72,7 +72,7 @@ def write_profile_page(out: Path) -> WrittenReport:
     scalings, job = all_scalings(profile), main_job(profile)
     answer, pictures = find_answer(profile, scalings), make_pictures(profile)
     tables = make_tables(profile, scalings, job)
-    # The picture to show first is the one that answers the question.
+    # The picture that answers the question comes first.
     ordered = sorted(pictures, key=lambda picture: picture.name != "functions")
     html, csv, png = write_files(
         out / "report",
@@ -95,7 +95,7 @@ def _drawing(picture: ProfilePicture) -> DrawPicture:
 def profile_page(
     profile: Profile, answer: Answer, pictures: Sequence[ProfilePicture], tables: Sequence[ProfileTable]
 ) -> str:
-    """Return the page."""
+    """Return the HTML page of a profile."""
     job = main_job(profile)
     gantt = None if job is None else make_gantt(job, profile.settings.warmup_steps)
     svgs = {
@@ -111,7 +111,7 @@ def profile_page(
         RULE,
         sections=_sections(svgs, captions, tables),
         gantt=gantt,
-        # Our own drawing, whose every text html.escape has escaped.
+        # Safe markup: the drawing is ours, and html.escape has escaped all of its text.
         gantt_svg=None if gantt is None else Markup(svg_of_gantt(gantt)),
         gantt_caption=captions.get("gantt", ""),
         gantt_keys=[] if gantt is None else _keys([gantt.job], gantt.functions),
@@ -149,7 +149,7 @@ def _sections(
 
 
 def _phases(jobs: Sequence[ProfileJob]) -> dict[str, set[str]]:
-    """Return the phases of every function that was recorded."""
+    """Return the phases of each recorded function."""
     phases: dict[str, set[str]] = {}
     for job in jobs:
         for steps in job.steps:
@@ -161,7 +161,7 @@ def _phases(jobs: Sequence[ProfileJob]) -> dict[str, set[str]]:
 def _keys(
     jobs: Sequence[ProfileJob], functions: Sequence[str] | None = None
 ) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return (name, [(colour, phase)]) of functions, or of all that were recorded."""
+    """Return the legend, (name, [(colour, phase)]), of `functions`; None: of all recorded functions."""
     phases = _phases(jobs)
     return [
         (
@@ -173,7 +173,7 @@ def _keys(
 
 
 def _settings(profile: Profile) -> list[tuple[str, str]]:
-    """Return the settings as (name, text); what does not apply is left out."""
+    """Return the settings as (name, text), without those that do not apply."""
     shown = [(title, getattr(profile.settings, key)) for key, title in _SETTINGS.items()]
     shown += [(key.replace("_", " "), value) for key, value in (profile.settings.options or {}).items()]
     return [

@@ -1,4 +1,4 @@
-"""Names and colours of a step's functions: a hue each, light for forward, strong for backward."""
+"""Names and colours of a step's functions: one hue each, light for forward, strong for backward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MEANINGS = {
 #: Waiting for the last rank, a part of `exchange`.
 WAITING = "waiting for the last rank"
 _DARK_INK, _LIGHT_INK = "#1b2733", "#ffffff"
-#: Fill of forward, fill of backward or of a function without phases; the same by day and by night.
+#: Fill of forward, and of backward or a function without phases; the same on light and dark pages.
 _FILLS = {
     "trainloader": ("#e3b04b", "#e3b04b"),
     "h2d": ("#6dbdb0", "#6dbdb0"),
@@ -31,7 +31,7 @@ _FILLS = {
 WAITING_FILL = "#e8a9b1"
 _DARK_FILLS = frozenset({"exchange", "update"})
 _OTHER_FILLS = ("#c9cdd2", "#6b7783")
-#: Which of the theme's run colours a function's line has, of the same hue as its bars.
+#: Index of the theme's run colour for a function's line, of the same hue as its bars.
 _LINES = {
     "trainloader": 4,
     "h2d": 6,
@@ -46,7 +46,7 @@ _LINES = {
 
 
 def fill_of(function: str, phase: str) -> tuple[str, str]:
-    """Return a bar's colour and that of the ink that is legible on it."""
+    """Return a bar's fill, and the text colour that is legible on it."""
     light, strong = _FILLS.get(function, _OTHER_FILLS)
     if phase == FORWARD:
         return light, _DARK_INK
@@ -54,6 +54,6 @@ def fill_of(function: str, phase: str) -> tuple[str, str]:
 
 
 def make_canvas(theme: Theme) -> Canvas:
-    """Return a canvas that knows the colours of all functions' lines."""
+    """Return a canvas with the line colours of all functions."""
     colours = {name: theme.runs[_LINES[name]] for name in FUNCTIONS}
     return Canvas(theme, {name: name for name in FUNCTIONS}, colours)

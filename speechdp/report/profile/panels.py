@@ -18,16 +18,16 @@ from speechdp.report.kit.formatting import number, rank_count
 from speechdp.report.profile.palette import fill_of
 from speechdp.report.profile.usage import legend_below
 
-#: Functions below this part of the slowest one are left out of the bars; the tables have them.
+#: Functions below this share of the slowest one have no bar; the tables have them.
 SMALL_PART = 0.004
-#: Steps of the plot of the first ones: those of the warm-up, and as many as this behind them.
+#: Number of steps after the warm-up that the plot of first steps shows.
 STEPS_BEHIND = 7
-#: Parts of a rank's memory, and their shade from 1 (full) on.
+#: Parts of a rank's memory, and their opacity, 1: opaque.
 _MEMORY_PARTS = (("parameters and gradients", 1.0), ("optimizer", 0.72), ("everything else", 0.42))
 
 
 def shown_functions(scaling: Scaling) -> list[str]:
-    """Return the functions that are large enough to be seen as bars."""
+    """Return the functions that are large enough for visible bars."""
     largest = {
         name: max(cost.total_s for cost in costs.values())
         for name, costs in scaling.costs.items()
@@ -38,7 +38,7 @@ def shown_functions(scaling: Scaling) -> list[str]:
 
 
 def draw_scaling(ax: Axes, scalings: Sequence[Scaling], title: str, canvas: Canvas) -> bool:
-    """Draw a bar for each function and number of ranks, forward and backward apart, ms a step."""
+    """Draw a bar for each function and number of ranks, split into forward and backward, ms per step."""
     groups = [(scaling, name) for scaling in scalings for name in shown_functions(scaling)]
     if not groups:
         return False
@@ -69,7 +69,7 @@ def draw_scaling(ax: Axes, scalings: Sequence[Scaling], title: str, canvas: Canv
 
 
 def _draw_cost(ax: Axes, y: float, scaling: Scaling, name: str, ranks: int, canvas: Canvas) -> float:
-    """Draw one bar of its phases and say its length and efficiency; return its length, ms."""
+    """Draw a function's bar of phases, labelled with time and efficiency; return its length, ms."""
     cost, left = scaling.costs[name][ranks], 0.0
     for phase, seconds in ((FORWARD, cost.forward_s), (BACKWARD, cost.backward_s), (WHOLE, cost.whole_s)):
         if seconds <= 0:
@@ -94,7 +94,7 @@ def _draw_cost(ax: Axes, y: float, scaling: Scaling, name: str, ranks: int, canv
 
 
 def bar_height(scalings: Sequence[Scaling]) -> float:
-    """Return the height of such a plot, inches."""
+    """Return the height of the plot of `draw_scaling`, inches."""
     groups = [(scaling, name) for scaling in scalings for name in shown_functions(scaling)]
     bars = sum(len(scaling.costs[name]) for scaling, name in groups)
     return max(1.9, 0.75 + 0.158 * (bars + 0.8 * len(groups)))
@@ -151,7 +151,7 @@ def _mark_warmup(ax: Axes, numbers: Sequence[int], warmup_steps: int, canvas: Ca
 
 
 def _name_ends(ax: Axes, ends: Sequence[tuple[float, str]], canvas: Canvas) -> None:
-    """Write each function's name behind its line, pushed apart where names would overlap."""
+    """Write each function's name at the end of its line; names that would overlap are moved apart."""
     low, high = ax.get_ylim()
     high *= (high / low) ** 0.06  # room for the words at the top
     ax.set_ylim(low, high)
@@ -166,7 +166,7 @@ def _name_ends(ax: Axes, ends: Sequence[tuple[float, str]], canvas: Canvas) -> N
 
 
 def draw_memory_of_ranks(ax: Axes, job: ProfileJob, canvas: Canvas) -> bool:
-    """Draw a bar of each rank's peak memory, what is known of it apart, MB."""
+    """Draw a bar of each rank's peak memory, split into known parts and the rest, MB."""
     if job.memory is None or not job.memory.ranks:
         return False
     memory = job.memory
@@ -174,7 +174,7 @@ def draw_memory_of_ranks(ax: Axes, job: ProfileJob, canvas: Canvas) -> bool:
     colour = canvas.theme.runs[0]
     for place, rank in enumerate(memory.ranks):
         left = 0.0
-        # What shines through the lighter shades is not to be the grid.
+        # Keep the grid from showing through the transparent parts.
         ax.barh(place, rank.peak_bytes / 1e6, height=0.72, color=canvas.theme.surface, linewidth=0)
         known = (rank.parameters_bytes, rank.optimizer_bytes)
         parts = (*known, max(0, rank.peak_bytes - sum(known)))

@@ -22,7 +22,7 @@ from speechdp.report.profile.answer import JUDGED_SHARE
 from speechdp.report.profile.usage import mean_utilisation
 from speechdp.report.profile.words import SCALING_TITLES, loader_title
 
-#: An efficiency below this catches the eye.
+#: Efficiencies below this are highlighted.
 LOW_EFFICIENCY = 0.75
 EFFICIENCY = {
     WEAK: "Time on the fewest ranks over time on so many.",
@@ -30,7 +30,7 @@ EFFICIENCY = {
 }
 
 
-#: A row's figures by column; None where there is none.
+#: A row's figures by column key; None: there is none.
 Figures = dict[str, Any]
 ProfileTable = ShownTable[Figures]
 
@@ -43,13 +43,13 @@ def _table(
     rows: Mapping[str, Figures],
     note: str = "",
 ) -> ProfileTable:
-    """Return a table of rows by their names."""
+    """Return a table of rows given by their names."""
     heads = [(RowHead(row), figures) for row, figures in rows.items()]
     return ShownTable(f"table-{name}", title, tuple(columns), heads, first, note)
 
 
 def make_tables(profile: Profile, scalings: Sequence[Scaling], job: ProfileJob | None) -> list[ProfileTable]:
-    """Return all tables there is something for; `job` is the one whose single steps are shown."""
+    """Return all tables that have something to show; `job` is the one whose steps and memory are shown."""
     tables = [_scaling_table(scaling) for scaling in scalings if scaling.kind in (WEAK, STRONG)]
     single = [scaling for scaling in scalings if scaling.kind not in (WEAK, STRONG)]
     if single:
@@ -82,7 +82,7 @@ def _ms_column(ranks: int) -> Column[Figures]:
 
 
 def _percent_column(key: str, title: str, meaning: str, low: float = 0.0, digits: int = 0) -> Column[Figures]:
-    """Return a column of shares; those below `low` catch the eye, of functions that are judged."""
+    """Return a column of shares; those below `low` are highlighted if the function is judged."""
     return Column(
         key, title, "%", meaning, lambda row: row.get(key), lambda share: formatting.percent(share, digits),
         is_notable=lambda row: (row.get(key) or 1.0) < low and row.get("share", 0.0) >= JUDGED_SHARE,
@@ -125,7 +125,7 @@ def _scaling_table(scaling: Scaling) -> ProfileTable:
 
 
 def _single_table(scalings: Sequence[Scaling]) -> ProfileTable:
-    # Jobs may have failed: not every module has all of these.
+    # Some jobs may have failed, so not every module has all numbers of ranks.
     base, *more = sorted({ranks for scaling in scalings for ranks in scaling.ranks})
     columns = [*(_ms_column(ranks) for ranks in (base, *more)), *_efficiencies(more, WEAK)]
     found = [scaling for scaling in scalings if scaling.kind in scaling.costs]

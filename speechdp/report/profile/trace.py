@@ -73,13 +73,13 @@ def _rank_events(record: RankRecord, waited: dict[tuple[int, int, int], float]) 
             name = f"{function.name} {function.phase}".strip()
             span = _span(record.rank, FUNCTIONS_TID, name, function.start_s, duration_s)
             yield {**span, "cat": function.phase or "function", "args": args}
-            if wait_s > 0:  # inside of the exchange, hence drawn below it
+            if wait_s > 0:  # nested in the exchange, so viewers draw it below
                 span = _span(record.rank, FUNCTIONS_TID, WAITING, function.start_s, wait_s)
                 yield {**span, "cat": "waiting", "args": {"step": step.step}}
 
 
 def _ends_s(step: StepRecord) -> list[float]:
-    """Return where each function ends; spans of a thread must not overlap, not by a rounding either."""
+    """Return the end of each function, s, cut so that spans of a thread do not overlap by rounding."""
     ends = [function.start_s + function.duration_s for function in step.functions]
     starts = [function.start_s for function in step.functions[1:]]
     return [max(f.start_s, min(end, following)) for f, end, following in
@@ -88,7 +88,7 @@ def _ends_s(step: StepRecord) -> list[float]:
 
 def _span(pid: int, tid: int, name: str, start_s: float, duration_s: float) -> Event:
     ts = microseconds(start_s)
-    # By the end's rounding, so that neighbours never overlap.
+    # Subtract rounded ends, so that neighbours never overlap.
     duration = round(microseconds(start_s + duration_s) - ts, 3)
     return {"ph": "X", "pid": pid, "tid": tid, "name": name, "ts": ts, "dur": max(duration, 0.0)}
 

@@ -1,4 +1,4 @@
-"""What the sampler saw of a profile's job: utilisation and memory of each rank over time."""
+"""Read and plot a profiled job's samples: utilisation and memory of each rank over time."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from speechdp.report.runs.samples import Array, Samples
 
 
 def on_gpus(samples: Samples) -> bool:
-    """Say whether GPUs were read, and which rank uses which of them is known."""
+    """Return whether GPUs were sampled and it is known which rank uses which GPU."""
     return bool(samples.gpu_of_rank) and bool(np.isfinite(samples.gpu_percent).any())
 
 
 def utilisation_of(samples: Samples) -> dict[int, Array]:
-    """Return (N,) utilisation of each rank of a host, %: of its GPU, or of its process (100 is one core)."""
+    """Return the utilisation of each rank's GPU, else of its process (100 is one core), %.  (N,) each"""
     if on_gpus(samples):
         return {rank: samples.gpu_percent[:, gpu] for rank, gpu in samples.gpu_of_rank.items()}
     return {rank: samples.cpu_percent[:, column] for column, rank in enumerate(samples.ranks)}
 
 
 def memory_of(samples: Samples) -> dict[int, Array]:
-    """Return (N,) memory of each rank of a host, bytes: of its GPU, or of its process."""
+    """Return the memory of each rank's GPU, else of its process, bytes.  (N,) each"""
     if on_gpus(samples):
         return {rank: samples.gpu_memory_bytes[:, gpu] for rank, gpu in samples.gpu_of_rank.items()}
     return {rank: samples.rss_bytes[:, column] for column, rank in enumerate(samples.ranks)}
 
 
 def mean_utilisation(job: ProfileJob, start_s: float = 0.0) -> float | None:
-    """Return the mean over ranks and time from `start_s` on, %; None where nothing was sampled."""
+    """Return the mean utilisation over ranks and time from `start_s` on, %; None without samples."""
     values = [
         series[samples.t_s >= start_s]
         for samples in job.samples
@@ -48,7 +48,7 @@ def mean_utilisation(job: ProfileJob, start_s: float = 0.0) -> float | None:
 
 
 def usage_limits(jobs: Sequence[ProfileJob]) -> tuple[float, float]:
-    """Return the end of the longest job, s, and the most utilisation of all, %, for axes that compare."""
+    """Return the end of the longest job, s, and 1.05 times the highest utilisation, %, for common axes."""
     ends = [steps[-1].start_s + steps[-1].wall_s for job in jobs for steps in job.steps if steps]
     courses = [course for job in jobs if (course := utilisation_course(job.samples)) is not None]
     most = [float(np.nanmax(course.values)) for course in courses]
@@ -56,11 +56,11 @@ def usage_limits(jobs: Sequence[ProfileJob]) -> tuple[float, float]:
 
 
 def draw_usage(ax: Axes, job: ProfileJob, title: str, limits: tuple[float, float], canvas: Canvas) -> bool:
-    """Plot utilisation over time, one line per rank or GPU, on axes that end at `limits`, (s, %)."""
+    """Plot utilisation over time, one line per rank or GPU, on axes up to `limits` (s, %)."""
     if not draw_utilisation(ax, job.samples, canvas, title=title):
         return False
     scale, unit = time_unit(limits[0])
-    # The same axis for all jobs, unless this one's times stand in another unit.
+    # Use the same time axis for all jobs, unless this job's axis has another unit.
     if limits[0] and ax.get_xlabel() == f"time ({unit})":
         ax.set_xlim(0, limits[0] / scale)
     ax.set_ylim(0, max(105.0, limits[1]))
@@ -101,7 +101,7 @@ def _finish(ax: Axes, num_ranks: int, canvas: Canvas) -> None:
 
 
 def legend_below(ax: Axes, canvas: Canvas, handles: Sequence[Artist] | None = None) -> None:
-    """Put the key of a plot below its axis, as the report's plot of utilisation has it."""
+    """Draw the legend below the x axis, as in the utilisation plot of the report."""
     given = {} if handles is None else {"handles": handles}
     ax.legend(
         **given, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False, fontsize="small",

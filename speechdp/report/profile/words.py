@@ -1,10 +1,10 @@
-"""How a profile's numbers and jobs are written in plots, tables and sentences: one place, one style."""
+"""Write the names of a profile's comparisons and jobs in one style for plots, tables and sentences."""
 
 from __future__ import annotations
 
 from speechdp.experiments.profile.record import BLOCKING, FED, POOLED, STRONG, WEAK, ProfileJob
 
-#: Headings of what is compared over numbers of ranks.
+#: Headings of the comparisons over numbers of ranks.
 SCALING_TITLES = {
     WEAK: "Weak scaling: a rank's batch constant",
     STRONG: "Strong scaling: all ranks' batch constant",
@@ -12,7 +12,7 @@ SCALING_TITLES = {
 
 
 def loader_title(job: ProfileJob) -> str:
-    """Say what trainloader a job had, for a heading."""
+    """Name the trainloader of a job, for a heading."""
     titles = {
         BLOCKING: "blocking trainloader",
         POOLED: "trainloader beside training",

@@ -1,4 +1,4 @@
-"""Which runs can be held against one another: by what they were judged on, and by the work they did."""
+"""Decide which runs can be compared: by the data they were evaluated on, and by the work they did."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from speechdp.report.runs.results import RunResult
 
 @dataclass(frozen=True)
 class Fact:
-    """What a score depends on besides the model.
+    """A fact besides the model on which a score depends.
 
     Attributes:
-        value: by which runs are told apart.
-        text: for readers; of unlike values it may be the same.
+        value: value that is compared between runs.
+        text: text for readers; different values may have the same text.
     """
 
     value: str
@@ -24,26 +24,26 @@ class Fact:
 
 @dataclass(frozen=True)
 class Alike:
-    """Runs whose scores can be compared, and those beside them whose scores cannot.
+    """Runs whose scores can be compared, and runs whose scores cannot be compared with theirs.
 
     Attributes:
-        runs: that were judged on the same, in the order given.
-        others: that were not: what differs, e.g. `data: b instead of a`, for each of them.
+        runs: runs evaluated on the same data, in the order given.
+        others: the other runs, each with what differs, e.g. `data: b instead of a`.
     """
 
     runs: tuple[RunResult, ...] = ()
     others: tuple[tuple[RunResult, str], ...] = ()
 
     def has(self, run: RunResult) -> bool:
-        """Say whether a run is one of those that can be compared."""
+        """Return whether a run is one of those that can be compared."""
         return any(run is one for one in self.runs)
 
 
 def judged_alike(runs: Iterable[RunResult]) -> Alike:
-    """Take those of some runs of one task together that were judged on the same data, split and classes.
+    """Select the runs that were evaluated on the same data, split and classes, from runs of one task.
 
-    They are those of the first run that has come to its end with a score, else of the first.  What a run did
-    not record, as older ones did not, tells against nothing.
+    The reference is the first run that finished with a score, else the first run.  Facts that a run did not
+    record, as older runs did not, exclude nothing.
     """
     runs = list(runs)
     known: dict[str, Fact] = {}
@@ -68,8 +68,8 @@ def judged_alike(runs: Iterable[RunResult]) -> Alike:
 def baseline_of(run: RunResult, runs: Sequence[RunResult]) -> RunResult | None:
     """Return the run that a speed-up is measured against: `one-rank`, else the first run of size 1.
 
-    Only a timed one that did the same work counts: the same task, data and size of the model, as far as both
-    recorded them.
+    Only a timed run with the same work counts: the same task, data and model size, as far as both recorded
+    them.
     """
     named = [one for one in runs if one.is_baseline]
     single = [one for one in runs if one.size == 1]
@@ -82,7 +82,7 @@ def _has_result(run: RunResult) -> bool:
 
 
 def _judged_on(run: RunResult) -> dict[str, Fact]:
-    """Return what a run's score depends on besides its model, as far as it was recorded."""
+    """Return the recorded facts besides the model on which a run's score depends, by name."""
     checksum, path = words(run.setting("data", "checksum")), words(run.setting("data", "path"))
     split, number = words(run.setting("options", "held_out")), run.setting("num_classes")
     classes = str(number) if isinstance(number, int) else ""
@@ -101,7 +101,7 @@ def _difference(name: str, own: Fact, other: Fact) -> str:
 
 
 def _does_same_work(run: RunResult, other: RunResult) -> bool:
-    """Return whether as much is to be computed for a frame of both, as far as it was recorded."""
+    """Return whether both runs compute as much for a frame, as far as recorded."""
     if not run.settings or not other.settings:
         return True
     if run.kind != other.kind:

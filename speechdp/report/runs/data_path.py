@@ -1,6 +1,6 @@
-"""Compute the figures of the data path from what ranks and feeders recorded; formulas in docs/timing.md.
+"""Compute the figures of the data path from the records of ranks and feeders; formulas in docs/timing.md.
 
-Seconds of the data path cover all of a process's training, warm-up included, as `trained_s` does.
+Seconds of the data path cover a process's whole training including warm-up, as `trained_s` does.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from statistics import fmean
 
 from speechdp.report.runs.results import DATA_STAGES, DataTimes, RunTiming
 
-#: The order that reads only while training waits (speechdp/data/loading/loader.py).
+#: The order whose loader reads only while training waits (speechdp/data/loading/loader.py).
 BLOCKING_ORDER = "blocking-sort"
-#: Words of a storage whose rows have to be gathered or unpacked before they can be used.
+#: Words that name a storage whose rows must be gathered or decompressed before use.
 _SLOW_STORAGE = ("chunk", "compress", "gzip", "lzf", "szip")
 
 
@@ -28,7 +28,7 @@ class DataWait:
 
 @dataclass(frozen=True)
 class FeederLoad:
-    """How busy a feeder's slowest stage was, 0 to 1 of the training time: at 1 it can deliver no more."""
+    """How busy a feeder's slowest stage was, as a share of the training time, 0 to 1; 1: saturated."""
 
     rank: int | None
     host: str
@@ -37,7 +37,7 @@ class FeederLoad:
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """The stage with the most to do, and its busy share of the training time, 0 to 1."""
+    """The busiest stage, and its share of the training time, 0 to 1."""
 
     stage: str
     busy: float | None
@@ -45,16 +45,16 @@ class Bottleneck:
 
 @dataclass(frozen=True)
 class DataFigures:
-    """What the data path of a run does; None or empty stands for what was not recorded.
+    """Figures of a run's data path; None or empty: not recorded.
 
     Attributes:
-        busy: busy seconds of each stage a second of training, all ranks and feeders: how many cores' worth.
-        read_bytes_per_s: bytes over seconds of reading.
-        deliverable_per_s: frames/s of all ranks if nothing but the slowest stage limited them, estimated.
+        busy: busy seconds of each stage per second of training (cores in use), all ranks and feeders.
+        read_bytes_per_s: bytes read per second of reading.
+        deliverable_per_s: estimated frames/s of all ranks if only the slowest stage limited them.
         padding: share of the computed frames that nothing is learnt from: padding and context.
-        threads: that preprocess, of a rank or feeder.
+        threads: number of preprocessing threads of a rank or feeder.
         is_slow_storage: shards are chunked or compressed.
-        apart: the ranks are asynchronous, which read ahead one batch only: more threads do not help them.
+        apart: the ranks are asynchronous and read only one batch ahead, so more threads do not help them.
     """
 
     busy: dict[str, float]
@@ -71,7 +71,7 @@ class DataFigures:
 
 
 def data_wait(timing: RunTiming) -> DataWait | None:
-    """Return how long the ranks wait for data; None where no step was timed."""
+    """Return the share of time that ranks wait for data; None if no step was timed."""
     shares = [(rank.data_wait_s / rank.training_s, rank.rank) for rank in timing.ranks if rank.wall_s > 0]
     if not shares:
         return None
@@ -80,17 +80,17 @@ def data_wait(timing: RunTiming) -> DataWait | None:
 
 
 def data_figures(timing: RunTiming, order: str = "") -> DataFigures | None:
-    """Return the figures of a run's data path, or None where it recorded none."""
+    """Return the figures of a run's data path, or None if it recorded none."""
     own = [rank.data for rank in timing.ranks if rank.data is not None]
     fed = [feeder.data for feeder in timing.feeders]
     everyone = own + fed
     if not everyone:
         return None
-    # Batches made by feeders may be counted again where they arrive.
+    # Ranks may count batches from feeders again on arrival, so do not add both.
     makers = fed or own
     training_s = max(rank.trained_s or rank.training_s for rank in timing.ranks)
     blocking = order == BLOCKING_ORDER
-    apart = timing.exchange_s is None  # known of all ranks that take their steps together
+    apart = timing.exchange_s is None  # known only if the ranks take their steps together
     ways = [*((times, blocking or apart) for times in own), *((times, blocking) for times in fed)]
     storages = dict.fromkeys(times.storage for times in everyone if times.storage)
     loads = (FeederLoad(f.rank, f.host, _busy(f.data, training_s, blocking)) for f in timing.feeders)
@@ -100,7 +100,7 @@ def data_figures(timing: RunTiming, order: str = "") -> DataFigures | None:
             sum(times.read_bytes or 0.0 for times in everyone),
             sum(times.stages_s.get("read", 0.0) for times in everyone),
         ),
-        # The least of what the ranks together and what the feeders together can pass on.
+        # The lower of the rates of all ranks together and of all feeders together.
         deliverable_per_s=_least(_rate(own, blocking or apart), _rate(fed, blocking)),
         padding=_padding(makers),
         storage=", ".join(storages),
@@ -114,13 +114,13 @@ def data_figures(timing: RunTiming, order: str = "") -> DataFigures | None:
 
 
 def _lanes(times: DataTimes, in_turn: bool) -> dict[str, float]:
-    """Return the seconds each of the lanes that work side by side needs, by the lane's longest stage.
+    """Return the seconds of each lane of stages, by the lane's longest stage; lanes work in parallel.
 
-    The thread that reads also collates, preprocessing is divided among its threads.
+    One thread reads and collates; preprocessing is divided among its own threads.
 
     Args:
-        in_turn: there is one lane, because every stage waits for the one before: with the blocking order, and
-            where one batch at a time is made.
+        in_turn: there is only one lane, because every stage waits for the one before: in the blocking order,
+            or if only one batch is made at a time.
     """
     seconds = times.stages_s
     threads = 1 if times.preprocess_on == "cuda" else times.threads or 1
@@ -148,7 +148,7 @@ def _busy_of_stages(everyone: Sequence[DataTimes], training_s: float) -> dict[st
 
 
 def _bottleneck(everyone: Sequence[dict[str, float]], training_s: float) -> Bottleneck | None:
-    """Return the longest of everyone's lanes."""
+    """Return the longest lane of all ranks and feeders."""
     lanes = [lane for lanes in everyone for lane in lanes.items()]
     if not lanes:
         return None
@@ -161,7 +161,7 @@ def _least(*rates: float | None) -> float | None:
 
 
 def _rate(group: Sequence[DataTimes], in_turn: bool) -> float | None:
-    """Return the frames/s of a group working side by side; None unless all of it is known."""
+    """Return the frames/s of a group working in parallel; None unless the rate of each member is known."""
     rates = [_ratio(t.frames or 0.0, max(_lanes(t, in_turn).values(), default=0.0)) for t in group]
     known = [rate for rate in rates if rate is not None]
     return sum(known) if known and len(known) == len(rates) else None
@@ -175,5 +175,5 @@ def _padding(makers: Sequence[DataTimes]) -> float | None:
 
 
 def _ratio(amount: float, over: float) -> float | None:
-    """Return amount / over, or None where either is 0: nothing was recorded."""
+    """Return amount / over, or None if either is 0, i.e. was not recorded."""
     return amount / over if amount > 0 and over > 0 else None

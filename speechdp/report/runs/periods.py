@@ -1,4 +1,4 @@
-"""Which averaging period was in force when: timeline/periods.jsonl of a run whose strategy changes it."""
+"""Read the changes of the averaging period: timeline/periods.jsonl of a run whose strategy changes it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from speechdp.report.runs.records import amount, note_damaged_lines, words
 from speechdp.report.runs.results import PeriodChange
 from speechdp.timing.steps import PERIODS_FILE
 
-#: Of steps and of what a period counts; more can only be damage, and cannot be drawn.
+#: Largest plausible step or period; a larger number can only be damage, and cannot be drawn.
 _MOST = 1e15
 
 
 def read_periods(run_dir: Path, problems: list[str]) -> tuple[PeriodChange, ...]:
-    """Return the changes of the averaging period in the order of their steps; none where it was constant.
+    """Return the changes of the averaging period, ordered by step; none if it was constant.
 
     Args:
-        problems: gets a line for a file that is damaged or cannot be read.
+        problems: a line is appended if the file is damaged or cannot be read.
     """
     path = run_dir / "timeline" / PERIODS_FILE
     if not path.is_file():
@@ -37,7 +37,7 @@ def read_periods(run_dir: Path, problems: list[str]) -> tuple[PeriodChange, ...]
         if change is None:
             num_damaged += 1
             continue
-        # A resumed run repeats what came after its checkpoint.
+        # A resumed run repeats the steps after its checkpoint.
         while changes and changes[-1].step >= change.step:
             changes.pop()
         if not changes or changes[-1].period != change.period:

@@ -1,4 +1,4 @@
-"""How fast a setting is by a race: its ratio to the baseline of the same round, and how sure that is."""
+"""The speed of a setting in a race: its ratio to the baseline in the same round, and its confidence."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from speechdp.chance import missed_among
 class RacedSpeed:
     """A setting's frames/s over the baseline's in the same round.
 
-    Two settings are compared directly, round by round, not by whether their intervals overlap: what disturbed
-    the baseline's turns cancels in the ratio of the two.
+    Two settings are compared directly, round by round, not by whether their intervals overlap: disturbances
+    of the baseline's turns cancel in the ratio of the two.
 
     Attributes:
-        ratios: one a round, in the order of the rounds; as many for all settings of a race.
-        baseline: name of the setting that they are ratios to.
+        ratios: one per round, in the order of the rounds; the same number for all settings of a race.
+        baseline: name of the setting whose speed is 1.
     """
 
     ratios: tuple[float, ...]
@@ -30,10 +30,10 @@ class RacedSpeed:
 
     @property
     def ratio(self) -> float:
-        """What the rounds' ratios scatter around: the median of the geometric means of all pairs of them.
+        """Centre of the rounds' ratios: the median of the geometric means of all pairs.
 
-        Where logarithms of ratios scatter normally, its standard error is 2 % above that of their mean, while
-        that of their median is 25 % above.  Up to 29 % of the rounds may be far off before it goes with them.
+        If the logarithms are normally distributed, its standard error is 2 % above that of their mean; that
+        of their median is 25 % above.  It withstands outliers in up to 29 % of the rounds.
 
         Source: Hodges and Lehmann (1963); Hollander, Wolfe and Chicken, Nonparametric Statistical Methods,
         section 3.2; recalled.
@@ -46,11 +46,11 @@ class RacedSpeed:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Interval that holds the ratio with 95 % confidence; None: there were fewer than 6 rounds.
+        """95 % confidence interval of the ratio; None: there were fewer than 6 rounds.
 
-        Logarithms of ratios are taken to scatter alike to both sides, as they do where what disturbs the
-        machine hits one turn as often as the other.  One round of 12, or three of 24, that are far off to the
-        same side leave it where it is.
+        It assumes that the logarithms of the ratios are distributed symmetrically, as they are if machine
+        disturbances hit one turn as often as the other.  One outlier in 12 rounds, or three in 24 on the same
+        side, do not move it.
 
         Source: Tukey's interval of Wilcoxon's signed-rank test (the same book, section 3.3; recalled).
         """
@@ -59,42 +59,46 @@ class RacedSpeed:
 
     @cached_property
     def _pairs(self) -> npt.NDArray[np.float64]:
-        """Geometric means of all pairs of ratios, each with itself among them, by size."""
+        """Geometric means of all pairs of ratios, including each ratio with itself, ascending."""
         ratios = np.array(self.ratios)
         one, other = np.triu_indices(len(ratios))
         return np.sort(np.sqrt(ratios[one] * ratios[other]))
 
     def over(self, other: RacedSpeed) -> RacedSpeed:
-        """Return it as ratios to another setting of the same race, of whose name nothing is known here."""
+        """Return the speed relative to another setting of the same race, without that setting's name."""
         return RacedSpeed(tuple(own / its for own, its in zip(self.ratios, other.ratios, strict=True)), "")
 
     def is_faster_than(self, other: RacedSpeed, among: int = 2) -> bool:
-        """Return whether the race tells that it is faster: the ratio's interval lies above 1.
+        """Return whether the race shows that it is faster: the ratio's interval lies above 1.
 
-        Of more than three settings that interval is wider (`missed_among`).  Where rounds are too few for
-        that, all of them must say the same.
+        Among more than three settings the interval is wider (`missed_among`).  If there are too few rounds
+        for that width, it must be faster in all of them.
 
         Args:
-            among: number of settings of which the fastest is sought, these two among them.
+            among: number of settings of which the fastest is sought, including these two.
         """
         ratio = self.over(other)
         rank = _signed_rank(len(ratio.ratios), missed_among(among))
         return rank > 0 and bool(ratio._pairs[rank - 1] > 1)
 
     def is_apart_from(self, other: RacedSpeed) -> bool:
-        """Return whether the race tells which of the two is faster: the ratio's interval does not hold 1."""
+        """Return whether the race shows which one is faster: the ratio's interval does not contain 1."""
         return self.is_faster_than(other) or other.is_faster_than(self)
 
 
 @lru_cache
 def _signed_rank(rounds: int, outside: float) -> int:
-    """Return which of the means of pairs, from both ends, are those of the interval; 0: there is none.
+    """Return k such that the interval ends at the k-th pair mean from either end; 0: no interval.
 
-    With few rounds the interval is the widest that there is, however rarely it is to be missed.
+    With few rounds the interval is the widest possible one, whatever `outside` is.
 
-    Of n differences that scatter around 0, the ranks of the negative ones add up to less than k with a
-    probability that is counted here: the ways in which some of 1, 2, ..., n make a sum, of 2^n.  It is the
-    largest k for which that, for both ends together, has a probability of `outside` at most.
+    For n differences distributed symmetrically around 0, the sum of the ranks of the negative ones is below k
+    with a probability found by counting: the subsets of 1, 2, ..., n with such a sum, over 2^n.  The returned
+    k is the largest for which this probability, for both ends together, is at most `outside`.
+
+    Args:
+        rounds: number of rounds, n.
+        outside: largest probability that the interval misses the ratio.
     """
     if rounds < LEAST_ROUNDS:
         return 0
@@ -111,7 +115,7 @@ def _signed_rank(rounds: int, outside: float) -> int:
     return max(k, 1)
 
 
-#: Rounds of more than which the sums of ranks are as good as normally distributed.
+#: Number of rounds above which the rank sums are practically normally distributed.
 _MANY = 60
-#: Rounds from which on there is an interval.
+#: Fewest rounds for an interval.
 LEAST_ROUNDS = 6

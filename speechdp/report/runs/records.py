@@ -1,4 +1,4 @@
-"""Read JSON files that may be missing, damaged or odd: what is wrong becomes a line, never an error."""
+"""Read JSON files that may be missing, damaged or odd; problems are collected as lines, never raised."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from speechdp.json_input import parse_json
 
 #: Version of the records of experiments: sweep.json, compare.json and so on.
 RECORD_VERSION = 1
-#: Longest text taken from a file where a word or two are expected.
+#: Longest text read from a file if a word or two are expected.
 _LONGEST_WORDS = 60
 
 
 def read_object(path: Path, problems: list[str]) -> dict[str, Any] | None:
-    """Return a JSON object, or None after noting what is wrong with the file."""
+    """Return the JSON object in a file, or None after appending what is wrong with it to `problems`."""
     try:
         value = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -36,19 +36,19 @@ def read_object(path: Path, problems: list[str]) -> dict[str, Any] | None:
 
 
 def note_damaged_lines(name: str, number: int, problems: list[str]) -> None:
-    """Note how many damaged lines of a file were passed over, if any were.
+    """Append to `problems` how many damaged lines of a file were skipped, if any.
 
     Args:
-        name: of the file, as problems have it.
+        name: name of the file in problems.
     """
     if number:
         problems.append(f"{name}: {counted(number, 'damaged line')} passed over")
 
 
 def files_of(folder: Path, pattern: str, problems: list[str]) -> list[Path]:
-    """Return a folder's files whose names match, sorted; none, after noting why, where it cannot be read."""
+    """Return a folder's files whose names match, sorted; none, with a problem, if it cannot be read."""
     try:
-        names = [entry.name for entry in os.scandir(folder)]  # Path.glob passes over what it may not open
+        names = [entry.name for entry in os.scandir(folder)]  # Path.glob ignores folders it may not open
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -58,13 +58,13 @@ def files_of(folder: Path, pattern: str, problems: list[str]) -> list[Path]:
 
 
 def check_beside(path: Path, name: Any) -> None:
-    """Refuse what is not the name of a folder beside a file.  Raises ConfigError."""
+    """Raise ConfigError unless `name` can be the name of a folder beside the file `path`."""
     if not isinstance(name, str) or name in ("", "..") or Path(name).name != name or "\\" in name:
         raise ConfigError(f"{path}: {name!r} is not the name of a folder beside it; correct the file")
 
 
 def number(record: dict[str, Any], key: str) -> float | None:
-    """Return a finite number, or None where there is none."""
+    """Return the finite number at `key`, or None if there is none."""
     return finite(record.get(key))
 
 
@@ -80,15 +80,15 @@ def finite(value: Any) -> float | None:
 
 
 def amount(record: dict[str, Any], key: str) -> float | None:
-    """Return a finite number that is not negative, or None where there is none."""
+    """Return the finite, non-negative number at `key`, or None if there is none."""
     value = number(record, key)
     return None if value is None or value < 0 else value
 
 
 def words(value: Any) -> str:
-    """Return a short text in one line without control characters; empty where `value` holds none.
+    """Return a short text on one line without control characters; empty if `value` holds no text.
 
-    Several (a list, or the keys of an object) are joined by commas.
+    Several texts (a list, or the keys of an object) are joined by commas.
     """
     if isinstance(value, (list, dict)):
         return ", ".join(dict.fromkeys(filter(None, map(words, value))))[:_LONGEST_WORDS]

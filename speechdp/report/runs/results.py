@@ -92,7 +92,8 @@ class GpuConditions:
     Attributes:
         index: NVML's index of the GPU on its host; in older runs, its position among those sampled there.
         clock_mhz, lowest_clock_mhz: SM clock while a kernel ran, median and lowest.
-        limits: share of that time in which the clock was throttled, by reason (timing/gpu.py); empty: never.
+        limits: share of that time in which the clock was throttled, by reason (CLOCK_LIMITS in
+            timing/gpu.py); reasons may overlap.  Empty: never throttled; None: not read.
         others: number of processes of others on the GPU, mean over time.
         most_others: maximum number of them.
         others_bytes: their memory, mean over time; None if unknown.
@@ -268,11 +269,11 @@ class WordErrors:
         return rate_difference(self.utterances, other.utterances, among)
 
     def may_be_as_low_as(self, other: WordErrors, among: int) -> bool:
-        """Return whether this rate may be as low as another.
+        """Return whether this rate may be as low as another, as far as chance can tell.
 
-        This is judged by their difference if that includes the chance of training; else by whether their
-        intervals overlap, which those of two single models nearly always do if only that chance separates
-        them.
+        If their difference includes the chance of training, it decides.  Otherwise this rate may be as low if
+        its interval begins at or below the end of the other's.  That nearly always holds for two single
+        models that differ only by the chance of training.
 
         Args:
             among: as in `rate_difference`.

@@ -1,4 +1,4 @@
-"""Read what a sampler has written (`sampler.py`) into arrays."""
+"""Read the samples that a sampler (`sampler.py`) has written into arrays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from speechdp.report.runs.records import finite
 
 Array = NDArray[np.float64]
 
-#: A rank as the sampler writes it: "01" is none.
+#: A rank as the sampler writes it; "01" is not a rank.
 _RANK = re.compile(r"0|[1-9][0-9]{0,8}")
 #: Largest number of a rank or GPU.
 _MOST = 10**9
@@ -27,29 +27,29 @@ _MOST = 10**9
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """The samples of one host; N samples, R ranks, G GPUs; what was not read is NaN.
+    """The samples of one host; N samples, R ranks, G GPUs; values that were not read are NaN.
 
     Attributes:
-        kind: `gpu` or `cpu`: what utilisation is of.
-        hz: samples a second that were asked for; after hours a sampler takes fewer.
-        host: where they were taken.
-        ranks: numbers of the ranks, ascending: the columns of the (N, R) arrays.
+        kind: `gpu` or `cpu`, to which utilisation refers.
+        hz: requested samples per second; after hours a sampler takes fewer.
+        host: name of the host.
+        ranks: the ranks, ascending: the columns of the (N, R) arrays.
         gpus: names of the GPUs: the columns of the (N, G) arrays.
-        gpu_numbers: NVML's numbers of the columns' GPUs; of older files, those of the columns.
-        gpu_of_rank: column of the GPU that a rank uses, where that was recorded.
-        t_s: (N,) time of each sample, s, counted from the recorder's origin.
-        section: (N,) which head line a sample stands under: a resumed run begins another.
+        gpu_numbers: NVML's index of each column's GPU; in older files, the number of the column.
+        gpu_of_rank: column of the GPU that each rank uses, if recorded.
+        t_s: (N,) time of each sample since the recorder's origin, s.
+        section: (N,) number of the head line above each sample; a resumed run writes another head line.
         cpu_percent: (N, R) CPU use of a rank's process, all threads; 100 is one core.
         rss_bytes: (N, R) resident memory of a rank's process.
         gpu_percent: (N, G) share of time in which a kernel ran, %.
-        gpu_memory_bytes: (N, G) memory in use on the GPU, by whomever.
-        power_w: (N, G).
-        clock_mhz: (N, G) SM clock.
-        clock_reasons: (N, G) bits of what held the clock down (timing/gpu.py's CLOCK_LIMITS).
-        others: (N, G) processes on the GPU that are none of the job's; asked for about once a second.
+        gpu_memory_bytes: (N, G) memory in use on the GPU, by any process.
+        power_w: (N, G) power, W.
+        clock_mhz: (N, G) SM clock, MHz.
+        clock_reasons: (N, G) bits of the reasons why the clock was throttled (CLOCK_LIMITS in timing/gpu.py).
+        others: (N, G) number of processes on the GPU outside of the job; read about once a second.
         others_bytes: (N, G) memory that they hold.
-        notices: what could not be read, as the sampler put it.
-        num_damaged: lines that were passed over.
+        notices: the sampler's notes on what it could not read.
+        num_damaged: number of damaged lines, which were skipped.
     """
 
     kind: str
@@ -75,7 +75,7 @@ class Samples:
 
     @property
     def elapsed_s(self) -> Array:
-        """(N,) `t_s`, where a section that begins before the end of the one before it is moved after it."""
+        """(N,) `t_s`, with each section that begins before the previous one ends moved behind it, s."""
         elapsed, end = self.t_s.copy(), -np.inf
         for section in np.unique(self.section):
             chosen = self.section == section
@@ -85,10 +85,10 @@ class Samples:
 
 
 def read_samples(path: Path) -> Samples:
-    """Read a file of samples, passing over damaged lines.
+    """Read a file of samples, skipping damaged lines.
 
     Raises:
-        RunError: the file cannot be read, or holds no head line.
+        RunError: the file cannot be read, or has no head line.
     """
     lines = _Lines()
     try:
@@ -132,12 +132,12 @@ def read_samples(path: Path) -> Samples:
 
 
 class _Lines:
-    """What is kept of the lines of a file: plain numbers, since a run of weeks has millions of samples.
+    """Collects the lines of a file compactly, because a run of weeks has millions of samples.
 
     Attributes:
-        heads, notices, num_damaged: of its head lines, notices and damaged lines.
-        t_s, sections: of each sample.
-        of_ranks, of_gpus, of_others: the samples' rows.
+        heads, notices, num_damaged: head lines, notices, and number of damaged lines.
+        t_s, sections: time and section of each sample.
+        of_ranks, of_gpus, of_others: rows of the samples.
     """
 
     def __init__(self) -> None:
@@ -145,11 +145,11 @@ class _Lines:
         self.notices: list[str] = []
         self.num_damaged = 0
         self.t_s, self.sections = array("d"), array("q")
-        # Versions that did not read what held the clock down left it out.
+        # Earlier versions did not read the reasons of throttling: their GPU rows have four values.
         self.of_ranks, self.of_gpus, self.of_others = _Rows(2), _Rows(5, least=4), _Rows(2)
 
     def add(self, record: dict[str, Any] | None) -> None:
-        """Take the next line; None: a damaged one."""
+        """Add a line; None: a damaged one."""
         if record is None:
             self.num_damaged += 1
             return
@@ -166,7 +166,7 @@ class _Lines:
 
 
 class _Rows:
-    """The rows of samples: each a number, of a rank or GPU, and `depth` values, or from `least` on."""
+    """The rows of samples: each has the number of a rank or GPU, and `least` to `depth` values."""
 
     def __init__(self, depth: int, *, least: int | None = None) -> None:
         self._depth = depth
@@ -174,7 +174,7 @@ class _Rows:
         self._samples, self._numbers, self._values = array("q"), array("q"), array("d")
 
     def add(self, sample: int, rows: Any) -> None:
-        """Take the rows of a sample, passing over what is none; a value that is no number is NaN."""
+        """Add the rows of a sample, skipping malformed ones; a value that is not a number becomes NaN."""
         for row in rows if isinstance(rows, list) else []:
             whole = isinstance(row, list) and self._least <= len(row) - 1 <= self._depth
             if whole and isinstance(row[0], int) and 0 <= row[0] <= _MOST:
@@ -185,7 +185,12 @@ class _Rows:
                 self._values.extend(math.nan if value is None else value for value in values)
 
     def table(self, num_samples: int, columns: Sequence[int]) -> Array:
-        """Return (depth, N, columns): the values of each column's number, ascending; NaN where none are."""
+        """Return the values as an array (depth, N, columns); NaN if there are none.
+
+        Args:
+            num_samples: N.
+            columns: number of the rank or GPU of each column, ascending.
+        """
         known, numbers = np.array(columns, dtype=np.int64), np.array(self._numbers)
         place = np.searchsorted(known, numbers)
         is_known = np.isin(numbers, known)
@@ -196,7 +201,7 @@ class _Rows:
 
 
 def _numbered(ranks: Any) -> list[int]:
-    """Return the keys of an object that are ranks: JSON has no other keys than strings."""
+    """Return the keys of an object that are ranks; JSON keys are always strings."""
     return [int(key) for key in ranks if _RANK.fullmatch(key)] if isinstance(ranks, dict) else []
 
 
@@ -205,7 +210,7 @@ def _names(gpus: Any) -> tuple[str, ...]:
 
 
 def _gpu_numbers(heads: Sequence[dict[str, Any]], num_gpus: int) -> tuple[int, ...]:
-    """Return each column's number, by the last head line that has one."""
+    """Return the GPU index of each column, from the last head line that has one."""
     numbers = list(range(num_gpus))
     for head in heads:
         found = head.get("gpu_numbers")

@@ -1,7 +1,7 @@
-"""Was the machine the same for all runs that are compared?
+"""Check whether the machine was equally fast for all runs that are compared.
 
-Runs that were timed one after another are compared as if nothing but their settings differed.  On a shared
-machine that is not so: the same model's forward pass then takes longer in one run than in another.
+Comparing runs that were timed one after another assumes that only their settings differ.  On a shared machine
+this may fail: the forward pass of the same model then takes longer in one run than in another.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from speechdp.report.runs.results import GpuConditions, RankTiming, RunResult, RunTiming
 from speechdp.timing.load import NOTABLE_LOAD, OutsideLoad
 
-#: Forward passes of the same model that differ by more show that the machine was not the same.
+#: A larger relative difference between forward passes of the same model shows that the machine differed.
 TOLERANCE = 0.05
-#: Of two runs on a GPU that differ by less in the share of its clock, in the number of processes of others
-#: and in the bytes they hold, neither had it worse.  A driver keeps some memory that no process holds.
+#: Smaller differences between two runs on a GPU do not count as worse conditions: relative difference of
+#: clocks, number of others' processes, bytes they hold.  A driver keeps some memory that no process holds.
 NOTABLE_CLOCK = 0.02
 NOTABLE_OTHERS = 0.05
 NOTABLE_BYTES = 1e9
@@ -24,14 +24,14 @@ NOTABLE_BYTES = 1e9
 
 @dataclass(frozen=True)
 class Circumstances:
-    """Under which a rank of a run trained.
+    """The circumstances in which a rank of a run trained.
 
     Attributes:
         run: the run.
-        rank, host: who.
-        forward_s: forward pass for a frame, s.
-        outside: cores of its host that did not work for the run; None where it was not recorded.
-        gpu: conditions of its GPU; None where they were not recorded.
+        rank, host: the rank and its host.
+        forward_s: time of the forward pass per frame, s.
+        outside: cores of its host that did not work for the run; None if not recorded.
+        gpu: conditions of its GPU; None if not recorded.
     """
 
     run: RunResult
@@ -51,17 +51,17 @@ class Unsteadiness:
 
     @property
     def excess(self) -> float:
-        """By which share a forward pass took longer in the slow run."""
+        """How much longer a forward pass took in the slow run, as a share of the fast run's."""
         return self.slow.forward_s / self.fast.forward_s - 1
 
 
 def find_unsteadiness(runs: Iterable[RunResult]) -> Unsteadiness | None:
-    """Find the rank and the two runs whose forward passes differ most; None where all are alike.
+    """Return the rank and the two runs whose forward passes differ most; None if all are alike.
 
-    Only runs of the same model on as many ranks and with batches of the same size are compared, and only
-    ranks on the same host.  Where what is outside of the runs is known and did not differ, the difference is
-    the runs' own, and none is found: the load of the cores by others and, of ranks that compute on GPUs, the
-    clock and the other users of the GPU, too.
+    Compared are the same rank on the same host, in runs of the same model with the same number of ranks and
+    batch size.  A difference is ignored as the runs' own if the outside conditions are known and did not
+    differ: the load of the cores by others and, for ranks on GPUs, also the clock and the other users of the
+    GPU.
     """
     alike: dict[object, list[Circumstances]] = {}
     for run in runs:
@@ -78,15 +78,15 @@ def find_unsteadiness(runs: Iterable[RunResult]) -> Unsteadiness | None:
 
 
 def notable_load(run: RunResult) -> OutsideLoad | None:
-    """Return what took cores from a run on the host where it took most; None where too few to matter."""
+    """Return the outside load on the host where a run lost the most cores; None if too few to matter."""
     known = [one.outside for one in _circumstances(run) if one.outside is not None and one.outside.is_notable]
     return max(known, key=lambda load: load.total, default=None)
 
 
 def outside_load(timing: RunTiming, rank: RankTiming) -> OutsideLoad | None:
-    """Return the cores of a rank's host that did not work for its run.
+    """Return the cores of a rank's host that did not work for its run; None if unknown.
 
-    None where it is not known, as with feeders, whose load is not recorded.
+    It is unknown for runs with feeders, because their load is not recorded.
     """
     here = [other.load for other in timing.ranks if other.host == rank.host]
     if timing.feeders or rank.load is None or any(load is None for load in here):
@@ -114,16 +114,16 @@ def _circumstances(run: RunResult) -> list[Circumstances]:
 
 
 def _is_from_outside(pair: Unsteadiness) -> bool:
-    """Return whether something outside of the runs differed, or is not known to have been alike."""
+    """Return whether the slow run had worse outside conditions, or may have had: they are not all known."""
     slow, fast = pair.slow.outside, pair.fast.outside
     if slow is None or fast is None or slow.total - fast.total > NOTABLE_LOAD * slow.ranks:
         return True
-    # What keeps cores busy says nothing of what keeps a GPU busy.
+    # The load of the cores says nothing about the load of a GPU.
     return pair.slow.run.on_gpu and not _had_the_gpu_alike(pair.slow.gpu, pair.fast.gpu)
 
 
 def _had_the_gpu_alike(slow: GpuConditions | None, fast: GpuConditions | None) -> bool:
-    """Return whether neither its clock nor its other users can have made a GPU slower than before."""
+    """Return whether neither clock nor other users can have made the GPU slower in the slow run."""
     if slow is None or fast is None:
         return False
     if slow.clock_mhz is None or fast.clock_mhz is None or slow.others is None or fast.others is None:

@@ -1,4 +1,4 @@
-"""Read what was measured of a run's synthetic speech: RUN/synthesis.json, docs/synthesis.md."""
+"""Read the measures of a run's synthetic speech: RUN/synthesis.json, docs/synthesis.md."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from speechdp.report.runs.records import amount, read_object, words
 from speechdp.report.runs.results import Estimate, Spoken
 
 FILE_NAME = "synthesis.json"
-#: Whose words the recogniser heard.
+#: Kinds of speech whose words the recogniser decoded.
 SOURCES = ("recorded", "copy", "synthetic")
 _FORMAT, _VERSION = "speechdp-synthesis", 1
 
 
 def read_spoken(run_dir: Path, problems: list[str]) -> Spoken | None:
-    """Return the measures of a run's speech; None where there is no such file, or after noting a damage."""
+    """Return the measures of a run's speech; None if there is no file, or if it is damaged (a problem)."""
     path = run_dir / FILE_NAME
     record = read_object(path, problems) if path.is_file() else None
     if record is None:

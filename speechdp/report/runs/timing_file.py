@@ -212,10 +212,11 @@ def _timing_from_timelines(run_dir: Path, problems: list[str]) -> RunTiming | No
 
 
 def _last_size(run_dir: Path) -> tuple[int | None, int]:
-    """Return the ranks of a run's last starts and the steps before; (None, 0): the number never changed.
+    """Return a run's last number of ranks, and the step after which it applies; (None, 0): it never changed.
 
-    Steps on another number of ranks have other shares of the batches and cannot be summed with these.  Steps
-    after the last checkpoint of those ranks do not count.
+    Steps with another number of ranks have other shares of the batches and cannot be added to these.  With
+    this number, training continued from a checkpoint at the returned step; former steps beyond it do not
+    count.
     """
     try:
         starts = read_lines(run_dir / "starts.jsonl").records
@@ -319,7 +320,9 @@ class _Sums:
         return timing, len(ordered) > DEFAULT_WARMUP_STEPS
 
     def _event_s(self, name: str, begin: int, *, begun: bool = False) -> float:
-        """Return the time of a kind of events after steps after `begin`, s; with 0, of all such events.
+        """Return the total time of the events of one kind that follow a step after `begin`, s.
+
+        With `begin` 0, events before the first step also count.
 
         Args:
             begun: exclude events before the first step.

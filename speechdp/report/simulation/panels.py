@@ -1,4 +1,4 @@
-"""Draw a simulation: efficiency and cost over ranks, and the periods that are best at each scale."""
+"""Plot a simulation: efficiency and cost over ranks, and the best periods for each number of ranks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SIZE = (5.6, 3.6)
 
 
 def make_canvas(families: Sequence[Family], theme: Theme) -> Canvas:
-    """Return a canvas that gives every strategy its colour on all plots."""
+    """Return a canvas with a colour for every strategy, the same on all plots."""
     return named_canvas([family.label for family in families], theme)
 
 
 def make_panels(families: Sequence[Family], target: TargetAmount) -> list[list[Panel]]:
-    """Return the plots line by line: over ranks, or for a single number of them a bar for each setting."""
+    """Return lines of plots over ranks; for a single number of ranks, a plot with a bar per setting."""
     sizes = {ranks for family in families for ranks in family.ranks}
     if len(sizes) == 1:
         bars = speed_bars(families)
@@ -51,12 +51,12 @@ def make_panels(families: Sequence[Family], target: TargetAmount) -> list[list[P
     return lines if with_ranges else lines[:1]
 
 
-#: Bars of a picture; where there are more settings, each strategy has one.
+#: Largest number of bars in a picture; if there are more settings, each strategy has one bar.
 _MOST_BARS = 48
 
 
 def speed_bars(families: Sequence[Family]) -> list[tuple[str, Family, Prediction]]:
-    """Return name, family and prediction of each bar: of every setting, or where that is many of the best."""
+    """Return (name, family, prediction) of each bar: every setting; of too many, each strategy's best."""
     shown = [(family, one) for family in families for one in family.predictions]
     if len(shown) > _MOST_BARS:
         shown = [
@@ -69,7 +69,7 @@ def speed_bars(families: Sequence[Family]) -> list[tuple[str, Family, Prediction
 
 
 def draw_speeds(ax: Axes, bars: Sequence[tuple[str, Family, Prediction]], title: str, canvas: Canvas) -> bool:
-    """Draw the speed of each setting on the same number of ranks, with its interval."""
+    """Draw a bar with the speed and interval of each setting, all on the same number of ranks."""
     if not bars:
         return False
     style_axes(ax, formatting.capital(title), "", canvas.theme)
@@ -93,27 +93,27 @@ def draw_speeds(ax: Axes, bars: Sequence[tuple[str, Family, Prediction]], title:
 
 
 def draw_efficiency(ax: Axes, families: Sequence[Family], canvas: Canvas) -> bool:
-    """Plot each strategy's efficiency over ranks, at the shortest of its fast periods."""
+    """Plot each strategy's efficiency over ranks, at its shortest period among the fast ones."""
     style_axes(ax, "Efficiency over ranks", "%", canvas.theme)
     drawn = _draw_lines(ax, families, canvas, lambda one: one.efficiency, 100.0, "%")
     ax.set_ylim(0, 105)
     return drawn
 
 
-#: Hours that lie further apart are drawn on a logarithmic axis.
+#: Ratio of largest to smallest hours above which the axis is logarithmic.
 _DECADE = 10.0
 
 
 def draw_hours(ax: Axes, families: Sequence[Family], target: TargetAmount, canvas: Canvas) -> bool:
-    """Plot the hours of all ranks together to so many frames."""
+    """Plot the hours of all ranks together to train on the target amount."""
     style_axes(ax, f"To {target}", target.hours, canvas.theme)
     drawn = _draw_lines(ax, families, canvas, lambda one: one.gpu_hours(target.frames), 1.0, target.hours)
     low, high = ax.dataLim.intervaly
     if drawn and 0 < low * _DECADE < high:
         ax.set_yscale("log")
-    else:  # a logarithmic axis would have hardly a number on it
+    else:  # a logarithmic axis would have hardly any labelled tick
         ax.set_ylim(bottom=0)
-        ticks = MaxNLocator(6, steps=[1, 2, 5, 10])  # no 0.00125, which is written rounded
+        ticks = MaxNLocator(6, steps=[1, 2, 5, 10])  # avoids e.g. 0.00125, whose label would be rounded
         ax.yaxis.set_major_locator(ticks)
     ax.yaxis.set_major_formatter(lambda y, _: hours_text(y))
     ax.minorticks_off()
@@ -121,7 +121,7 @@ def draw_hours(ax: Axes, families: Sequence[Family], target: TargetAmount, canva
 
 
 def draw_ranges(ax: Axes, families: Sequence[Family], canvas: Canvas) -> bool:
-    """Plot for each number of ranks the range of periods that are about as fast as the fastest."""
+    """Plot, for each number of ranks, the range of periods that are about as fast as the fastest."""
     shown = [family for family in families if has_periods(family)]
     if not shown:
         return False
@@ -147,8 +147,8 @@ def draw_ranges(ax: Axes, families: Sequence[Family], canvas: Canvas) -> bool:
     return True
 
 
-#: Share of the room between two numbers of ranks over which the points of strategies stand side by side, so
-#: that each has its interval to itself.
+#: Share of the distance between two numbers of ranks over which strategies' points are spread, so that their
+#: intervals do not overlap.
 _ASIDE = 0.5
 
 

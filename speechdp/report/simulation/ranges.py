@@ -1,4 +1,4 @@
-"""Which periods are fast enough at each number of ranks."""
+"""Find the periods that are fast enough on each number of ranks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Family:
     """A strategy with all its periods.
 
     Attributes:
-        label: its name with all options but the period.
-        predictions: by period and number of ranks.
+        label: name with all options but the period.
+        predictions: predictions for all its periods and numbers of ranks.
     """
 
     label: str
@@ -36,12 +36,12 @@ class Family:
         return tuple(sorted({one.ranks for one in self.predictions}))
 
     def at(self, ranks: int) -> tuple[Prediction, ...]:
-        """Return what is predicted for a number of ranks, by period."""
+        """Return the predictions for a number of ranks, ordered by period."""
         found = [one for one in self.predictions if one.ranks == ranks]
         return tuple(sorted(found, key=lambda one: one.period))
 
     def near_best(self, ranks: int) -> tuple[Prediction, ...]:
-        """Return the periods that are about as fast as the fastest, the shortest first."""
+        """Return the predictions of periods about as fast as the fastest one, the shortest first."""
         found = self.at(ranks)
         fastest = max((one.frames_per_s.mean for one in found), default=0.0)
         return tuple(one for one in found if one.frames_per_s.mean >= NEAR_BEST * fastest)
@@ -56,7 +56,7 @@ def families_of(predictions: Sequence[Prediction]) -> list[Family]:
 
 
 def label_of(choice: StrategyChoice) -> str:
-    """Name a strategy for people without its period: `bmuf (eta=0.5)`."""
+    """Name a strategy for readers, without its period: `bmuf (eta=0.5)`."""
     options = {
         name: value
         for name, value in split_options(choice.text.partition(":")[2]).items()

@@ -1,4 +1,4 @@
-"""Write the page of a simulation: CSV, PNG and one self-contained page."""
+"""Write the report of a simulation: CSV, PNG and one self-contained page."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from speechdp.simulation.predict import Prediction
 from speechdp.simulation.simulate import Simulation
 
 FOLDER = "simulation"
-#: What must never be read into a prediction.
+#: Note that predictions say nothing about accuracy.
 TIME_ONLY = (
     "Only time is predicted, never accuracy: whether a model learns as well with a longer period, or on more "
     "ranks, a sweep or comparison has to show."
 )
-#: Lines that a terminal shows of the full table; of longer ones the overview.
+#: Largest number of lines for which a terminal shows the full table; else it shows the overview.
 _MOST_LINES = 48
 _NO_FRAMES = 1e9
 
@@ -37,7 +37,7 @@ def write_simulation(out: Path, simulation: Simulation, frames: float | None = N
 
     Args:
         out: folder of the run, or of the experiment, that was simulated.
-        frames: to which hours of all ranks are counted; None: as many as the largest of the runs trained on.
+        frames: training amount for the hours of all ranks; None: that of the run that trained on the most.
 
     Raises:
         RunError: the folder cannot be written.
@@ -79,7 +79,7 @@ def write_simulation(out: Path, simulation: Simulation, frames: float | None = N
 
 
 def find_answer(simulation: Simulation, families: Sequence[Family]) -> Answer:
-    """Put the prediction for the most ranks into words."""
+    """State the prediction for the largest number of ranks."""
     ranks = max(simulation.request.ranks)
     found = [one for one in simulation.predictions if one.ranks == ranks]
     if not found:
@@ -103,7 +103,7 @@ def find_answer(simulation: Simulation, families: Sequence[Family]) -> Answer:
 
 
 def settings_of(simulation: Simulation, target: TargetAmount) -> list[tuple[str, str]]:
-    """Return what was simulated as (title, text)."""
+    """Return the settings of a simulation as (title, text)."""
     request, scenario = simulation.request, simulation.scenario
     cluster, work = scenario.cluster, scenario.work
     factors = ", ".join(f"rank {rank}: {factor:g} times as long" for rank, factor in request.factors.items())
@@ -145,7 +145,7 @@ def _name(one: Prediction) -> str:
 
 def _speed(one: Prediction, amount: str) -> str:
     rate, efficiency = one.frames_per_s, one.efficiency
-    # Two digits would make 100,000 of 104,000, as much as half of such an interval.
+    # Two digits would round 104,000 to 100,000, an error as large as half of such an interval.
     mean, low, high = (formatting.estimate(value, 3) for value in (rate.mean, rate.low, rate.high))
     return (
         f"{mean} {amount}/s [{low}, {high}], {formatting.percent(efficiency.mean)} % of what so many ranks "

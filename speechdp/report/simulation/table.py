@@ -1,4 +1,4 @@
-"""The table of a simulation: its columns once, for the terminal, the page and as CSV."""
+"""The tables of a simulation for the terminal and the page, and its CSV."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from speechdp.report.kit.tables import Column, RowHead, ShownTable, csv_text, wi
 from speechdp.report.simulation.ranges import Family, label_of
 from speechdp.simulation.predict import Interval, Prediction
 
-#: Columns of a terminal that holds a prediction on one line.
+#: Terminal width for a prediction on one line, characters.
 _WIDE = 110
-#: Hours of which the usual number of digits after the point shows too few that count.
+#: Hours below which the usual number of decimals has too few significant digits.
 _FEW_HOURS = 0.1
 
 
@@ -52,12 +52,12 @@ _MIXED = Column[Prediction](
 
 @dataclass(frozen=True)
 class TargetAmount:
-    """What hours of all ranks together are counted to.
+    """The training amount for which hours of all ranks together are predicted.
 
     Attributes:
-        frames: that all ranks together train on.
-        amount: what they are called: frames, or the items of a user's script.
-        hours: what the hours are called: those of ranks, which are GPUs or not.
+        frames: number of frames of all ranks together.
+        amount: name of the frames; a user's script may call its items otherwise.
+        hours: name of the hours: GPU-hours, or rank-hours if ranks have no GPUs.
     """
 
     frames: float
@@ -85,7 +85,7 @@ def _efficiency(amount: str) -> Column[Prediction]:
 
 
 def hours_text(hours: float) -> str:
-    """Write hours with two digits that count where there are very few."""
+    """Write hours; very short ones with two significant digits."""
     if not 0 < hours < _FEW_HOURS:
         return formatting.number(hours)
     return f"{hours:.{1 - math.floor(math.log10(hours))}f}"
@@ -110,7 +110,7 @@ def columns_of(predictions: Sequence[Prediction], target: TargetAmount) -> tuple
 def full_table(
     predictions: Sequence[Prediction], target: TargetAmount, marks: Mapping[str, Markup]
 ) -> ShownTable[Prediction]:
-    """Return the table of every strategy, period and number of ranks."""
+    """Return the table with a row for every strategy, period and number of ranks."""
     rows, before = [], ""
     for one in predictions:
         label = label_of(one.strategy)
@@ -123,7 +123,7 @@ def full_table(
 
 
 def overview(families: Sequence[Family], marks: Mapping[str, Markup], amount: str) -> ShownTable[Family]:
-    """Return the table with a line for each strategy: efficiency and shortest fast period over ranks."""
+    """Return the table with a row for each strategy: efficiency and shortest fast period over ranks."""
     ranks = sorted({n for family in families for n in family.ranks})
     columns = [_efficiency_at(n) for n in ranks]
     rows = [(RowHead(family.label, mark=marks.get(family.label)), family) for family in families]
@@ -153,7 +153,7 @@ def _efficiency_at(ranks: int) -> Column[Family]:
 
 
 def csv_of(predictions: Sequence[Prediction], frames: float) -> str:
-    """Return every prediction in plain units: shares from 0 to 1, seconds."""
+    """Return all predictions as CSV, in plain units: shares 0 to 1, times in s."""
     head = [
         *("strategy", "period", "ranks", "frames_per_s", "frames_per_s_low", "frames_per_s_high"),
         *("efficiency", "efficiency_low", "efficiency_high", "step_s", "step_s_low", "step_s_high"),

@@ -1,4 +1,4 @@
-"""Draw bars: where each rank's time of a step goes, and what each run's data path could deliver."""
+"""Draw bars: how each rank spends the time of a step, and what each run's data path could deliver."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from speechdp.report.kit.theme import SPAN_COLOURS
 from speechdp.report.runs.derived import RunFigures
 from speechdp.report.runs.results import RankTiming
 
-#: More ranks than this are shown by three: least, median and most own work.
+#: Largest number of ranks with a bar each; of more ranks, three are shown: least, median, most own work.
 MAX_BARS_PER_RUN = 8
 BAR_ORDER = ("forward", "backward", "update", "h2d", "data_wait", "comm", "other")
 SPAN_TITLES = {
@@ -32,7 +32,7 @@ def draw_shares(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas) -> bool:
     """Draw one bar for each rank of each run: the shares of its step time.
 
     Returns:
-        False, with nothing drawn, where no run was timed.
+        False, with nothing drawn, if no run was timed.
     """
     timed = [row for row in rows if row.run.timing is not None]
     if not timed:
@@ -61,7 +61,7 @@ def draw_shares(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas) -> bool:
 
 
 def shown_ranks(ranks: Sequence[RankTiming]) -> list[RankTiming]:
-    """Return all ranks, or those with the least, the median and the most own work where there are many."""
+    """Return all ranks; of many, only those with the least, the median and the most own work."""
     if len(ranks) <= MAX_BARS_PER_RUN:
         return list(ranks)
     by_work = sorted(ranks, key=lambda rank: rank.compute_s / max(rank.steps, 1))
@@ -69,20 +69,20 @@ def shown_ranks(ranks: Sequence[RankTiming]) -> list[RankTiming]:
 
 
 def num_bars(rows: Sequence[RunFigures]) -> int:
-    """Return how many bars `draw_shares` draws, to size the figure by."""
+    """Return the number of bars that `draw_shares` draws, for the size of the figure."""
     return sum(len(shown_ranks(row.run.timing.ranks)) for row in rows if row.run.timing is not None)
 
 
 def rows_with_rates(rows: Sequence[RunFigures]) -> list[RunFigures]:
-    """Return the runs of which both is known: what the data path could deliver and what training took."""
+    """Return the runs with both rates known: what the data path could deliver and what training used."""
     return [row for row in rows if row.frames_per_s and row.data and row.data.deliverable_per_s]
 
 
 def draw_data_rates(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas) -> bool:
-    """Draw what each run trained on a second over what its data path could deliver.
+    """Draw the frames/s that each run trained on over those that its data path could deliver.
 
     Returns:
-        False, with nothing drawn, where no run recorded it.
+        False, with nothing drawn, if no run recorded them.
     """
     shown = rows_with_rates(rows)
     if not shown:

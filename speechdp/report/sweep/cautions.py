@@ -1,4 +1,4 @@
-"""What the reader of a comparison must know before trusting it."""
+"""Cautions that the reader of a sweep's report must know before trusting it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from speechdp.report.kit.scripts import several_versions, wrong_way
 from speechdp.report.runs.derived import RunFigures, finished_rows
 from speechdp.tasks.metrics import LITTLE
 
-#: Runs that trained on numbers of frames further apart are not compared without a word of caution.
+#: Relative difference in frames trained on above which a comparison of runs needs a caution.
 FRAMES_TOLERANCE = 0.01
 
 
 def find_cautions(
     rows: Sequence[RunFigures], comparable: Sequence[RunFigures], labels: dict[str, str]
 ) -> tuple[str, ...]:
-    """Return one sentence a reservation; `comparable` are the rows that the choice is made from."""
+    """Return the cautions, one sentence each; `comparable` are the rows that the choice is made from."""
     notes = [*_left_out(rows, labels), *_damages(rows, labels)]
-    # Of one that was not judged the speed is shown all the same.
+    # For all rows: a run that cannot be judged still shows its speed.
     notes += [
         f"{formatting.capital(labels[row.run.name])}: {lacks}."
         for row in rows
@@ -45,7 +45,7 @@ def find_cautions(
 
 
 def _one_training_each(comparable: Sequence[RunFigures]) -> str:
-    """Say that chance is part of every difference, where there are any."""
+    """Return a caution that every difference includes chance; "" if there are no scores to compare."""
     if sum(row.score is not None for row in comparable) < 2:
         return ""
     return (
@@ -55,7 +55,7 @@ def _one_training_each(comparable: Sequence[RunFigures]) -> str:
 
 
 def last_gain(row: RunFigures) -> float | None:
-    """Return by how much the last evaluation's score is above the one's before."""
+    """Return the gain in score from the second last evaluation to the last; None if unknown."""
     values = [evaluation.score for evaluation in row.run.evaluations[-2:]]
     if len(values) < 2 or values[0] is None or values[1] is None:
         return None
@@ -63,7 +63,7 @@ def last_gain(row: RunFigures) -> float | None:
 
 
 def _left_out(rows: Sequence[RunFigures], labels: dict[str, str]) -> list[str]:
-    """Name the runs that are not compared; of a single run the answer itself says in what state it is."""
+    """Name the runs that are not compared; for a single run, the answer itself states its status."""
     notes: list[str] = []
     for status in ("missing", "unfinished") if len(rows) > 1 else ():
         names = [labels[row.run.name] for row in rows if row.run.status == status]
@@ -78,9 +78,9 @@ def _left_out(rows: Sequence[RunFigures], labels: dict[str, str]) -> list[str]:
 
 
 def _damages(rows: Sequence[RunFigures], labels: dict[str, str]) -> list[str]:
-    """Say of which finished runs files are damaged: what their figures lack nobody would see.
+    """Name the finished runs with damaged files, because what their figures lack is not visible.
 
-    Of a single run its own page says it all.
+    A single run needs no such note: its page lists the damage.
     """
     if len(rows) == 1:
         return []
@@ -89,7 +89,7 @@ def _damages(rows: Sequence[RunFigures], labels: dict[str, str]) -> list[str]:
 
 
 def _sizes(comparable: Sequence[RunFigures], labels: dict[str, str]) -> str:
-    """Say where runs had other numbers of ranks than others, or than they themselves at first."""
+    """Return a caution if runs had different numbers of ranks, or if one changed its number."""
     sizes = [row.run.sizes for row in comparable]
     if len({size for each in sizes for size in each}) < 2:
         return ""
@@ -115,7 +115,7 @@ def _unequal(comparable: Sequence[RunFigures]) -> str:
 
 
 def _never_averaged(comparable: Sequence[RunFigures], labels: dict[str, str]) -> str:
-    """Name the runs that were over before their first average."""
+    """Name the runs that ended before their first averaging."""
     named = [
         f"{labels[row.run.name]} ({counted(row.steps, 'step')})"
         for row in comparable
@@ -131,7 +131,7 @@ def _never_averaged(comparable: Sequence[RunFigures], labels: dict[str, str]) ->
 
 
 def _averaged(rows: Sequence[RunFigures], labels: dict[str, str]) -> str:
-    """Say which final models are means of the last epochs' models, and what the last ones score alone."""
+    """Name the final models that are means of the last epochs' models, with the last model's own score."""
     named: list[str] = []
     for row in rows:
         mean, last = row.run.mean, row.run.last
@@ -149,7 +149,7 @@ def _averaged(rows: Sequence[RunFigures], labels: dict[str, str]) -> str:
 
 
 def _improving(comparable: Sequence[RunFigures], labels: dict[str, str]) -> str:
-    """Name the runs that training had not finished with; a single run is compared with nothing."""
+    """Name the runs that were still improving at the end; "" for a single run, which is not compared."""
     named: list[str] = []
     for row in comparable if len(comparable) > 1 else ():
         gain = last_gain(row)
@@ -165,11 +165,11 @@ def _improving(comparable: Sequence[RunFigures], labels: dict[str, str]) -> str:
 
 
 def _past_best(comparable: Sequence[RunFigures], labels: dict[str, str]) -> str:
-    """Name the runs that training has made worse again, as a model does that learns its data by heart."""
+    """Name the runs that got worse again after their best, as an overfitting model does."""
     named: list[str] = []
     for row in comparable:
         terms = terms_of([row.run])
-        # Of training, whatever the mean of its last models is like.
+        # Judge training itself by its last model, not by the mean of the last epochs' models.
         last = row.run.last
         if row.best_score is None or last is None or last.score is None:
             continue

@@ -53,7 +53,7 @@ def _skew(row: RunFigures) -> str:
 
 
 def _before_metrics(terms: Terms) -> tuple[FigureColumn, ...]:
-    """Return what was run, and how fast it was."""
+    """Return the columns before the metrics: the settings of a run, and its speed."""
     return (
         Column(
             "strategy", "strategy", "", "How the ranks keep one model.", lambda row: row.run.strategy,
@@ -94,7 +94,7 @@ def _before_metrics(terms: Terms) -> tuple[FigureColumn, ...]:
 
 
 def all_columns(rows: Sequence[RunFigures]) -> tuple[FigureColumn, ...]:
-    """Return every column, as the CSV has them: those of the metrics are what the runs' tasks declare."""
+    """Return every column in the order of the CSV, including the metrics that the runs' tasks declare."""
     terms = terms_of(row.run for row in rows)
     side = "above" if terms.metric.higher_is_better else "below"
     to_target = FigureColumn(
@@ -112,26 +112,26 @@ def all_columns(rows: Sequence[RunFigures]) -> tuple[FigureColumn, ...]:
     return (*_before_metrics(terms), *steps, *metrics.values(), *errors, to_target)
 
 
-#: Columns that explain the speed, which the table has behind the results.
+#: Columns that explain the speed; the table shows them after the results.
 _REASONS = ("efficiency", "communication_share", DATA_WAIT.key, "rank_skew", STEPS.key)
 
 
 def main_columns(rows: Sequence[RunFigures]) -> tuple[FigureColumn, ...]:
-    """Return the columns to show: those in which any run has something; no WER where no task has one.
+    """Return the columns in which any run has a value; the WER only if a task decodes.
 
-    What explains a speed stands behind the results.
+    Columns that explain a speed come after the results.
     """
     hidden = [] if any(row.run.task.decodes for row in rows) else [WER, OVER_LOWEST]
     shown = with_figures((column for column in all_columns(rows) if column not in hidden), rows)
-    # Results first: a window or terminal may have no room for all.
+    # Results first, because a window or terminal may be too narrow for all columns.
     reasons = [replace(column, is_detail=True) for column in shown if column.key in _REASONS]
     return (*(column for column in shown if column.key not in _REASONS), *reasons)
 
 
 def csv_of_runs(rows: Sequence[RunFigures], target: float | None, more: Sequence[FigureColumn]) -> str:
-    """Return all columns, what belongs to them, and `more` columns as CSV, in plain units.
+    """Return all columns, their additional values, and the columns `more` as CSV, in plain units.
 
-    Shares and rates are 0 to 1, times in s; what is not known is empty.
+    Shares and rates are 0 to 1, times in s; unknown values are empty.
     """
     metric, columns = task_of(row.run for row in rows).metrics[0], all_columns(rows)
     more = [RACED_LOW, RACED_HIGH, OVER_LOWEST_LOW, OVER_LOWEST_HIGH, *more]
@@ -140,7 +140,7 @@ def csv_of_runs(rows: Sequence[RunFigures], target: float | None, more: Sequence
 
     def line(row: RunFigures) -> list[Value]:
         errors = row.word_errors
-        # A run of another task has no such metric.
+        # A run of another task does not have this metric.
         best = None if row.best_score is None or row.run.metric.key != metric.key else row.best_score
         return [
             row.run.name,

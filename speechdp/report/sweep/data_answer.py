@@ -1,4 +1,4 @@
-"""Say in words whether training waits for data, which stage of the data path is slow, and what to try."""
+"""State whether training waits for data, which stage of the data path is slow, and what to try."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from speechdp.report.runs.data_path import BLOCKING_ORDER, Bottleneck, DataFigur
 from speechdp.report.runs.derived import RunFigures
 from speechdp.report.runs.results import TRAINER
 
-#: A larger share of the step time spent waiting for data is too much (of the rank that waits most).
+#: Largest acceptable share of the step time spent waiting for data, of the rank that waits most.
 DATA_WAIT_AIM = 0.02
-#: A stage that is busy for less of the training time is not what a batch waits for, on the average.
+#: Share of the training time below which the busiest stage is not what batches wait for, on average.
 IDLE_BOTTLENECK = 0.5
-#: A larger share of padding and context is worth another order.
+#: Share of padding and context above which another order is worth trying.
 MUCH_PADDING = 0.15
 
-#: What a stage does, and what to call it in a heading.
+#: Names of the stages in sentences.
 STAGE_TITLES = {
     "read": "reading",
     "preprocess": "preprocessing",
@@ -27,12 +27,12 @@ STAGE_TITLES = {
 
 
 def waits_too_long(row: RunFigures) -> bool:
-    """Say whether a rank of this run waits for data longer than the aim."""
+    """Return whether a rank of this run waits for data longer than aimed for."""
     return row.data_wait is not None and row.data_wait.largest > DATA_WAIT_AIM
 
 
 def data_advice(row: RunFigures, label: str) -> list[str]:
-    """Return what is to be said about a run's data path; nothing where it is as it should be."""
+    """Return sentences on what is wrong with a run's data path; none if all is well."""
     sentences: list[str] = []
     if row.run.order == BLOCKING_ORDER:
         sentences.append(standing_still(row, label))
@@ -44,7 +44,7 @@ def data_advice(row: RunFigures, label: str) -> list[str]:
 
 
 def other_runs(rows: Sequence[RunFigures], labels: dict[str, str]) -> list[str]:
-    """Return what is to be said about the data path of runs beside the one named."""
+    """Return sentences on the data path of the runs other than the one named."""
     blocking = [row for row in rows if row.run.order == BLOCKING_ORDER]
     sentences = [standing_still(row, labels[row.run.name]) for row in blocking]
     return [*sentences, *filter(None, [_other_waits(rows, labels)])]
@@ -63,7 +63,7 @@ def _other_waits(rows: Sequence[RunFigures], labels: dict[str, str]) -> str:
 
 
 def path_sentences(row: RunFigures, label: str) -> list[str]:
-    """Describe a run's data path: what it could deliver, its feeders, and what is wrong with it."""
+    """Describe a run's data path: the rate it could deliver, its feeders, and what is wrong with it."""
     data = row.data
     if data is None:
         return []
@@ -89,7 +89,7 @@ def _waiting(row: RunFigures, label: str) -> str:
 
 
 def standing_still(row: RunFigures, label: str) -> str:
-    """Say what the blocking order does to a run."""
+    """State how the blocking order delays a run."""
     share = (
         "" if row.data_wait is None else f" ({formatting.percent(row.data_wait.mean, 1)} % of the step time)"
     )
@@ -100,7 +100,7 @@ def standing_still(row: RunFigures, label: str) -> str:
 
 
 def _cause(row: RunFigures) -> str:
-    """Name the stage that holds the batches up, and the remedies for it; "" of a script's own loader."""
+    """Name the stage that delays the batches, and remedies; "" for a script that has its own loader."""
     data = row.data
     if data is None or data.bottleneck is None:
         is_ours = row.run.kind is TRAINER
@@ -175,7 +175,7 @@ def _listed(items: Sequence[str]) -> str:
 
 
 def _basis(row: RunFigures, bottleneck: Bottleneck | None) -> str:
-    """Say what limits the rate that could be delivered."""
+    """State what limits the rate that could be delivered."""
     if row.run.order == BLOCKING_ORDER or (row.data is not None and row.data.apart and not row.data.feeders):
         return "its stages one after the other"
     stage = "" if bottleneck is None else f" ({STAGE_TITLES[bottleneck.stage]})"

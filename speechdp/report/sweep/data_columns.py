@@ -1,4 +1,4 @@
-"""The columns of the data path's table: what its stages do, and what it could deliver."""
+"""The columns of the data path's table: how busy its stages are, and what it could deliver."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from speechdp.report.runs.derived import RunFigures
 from speechdp.report.runs.results import DATA_STAGES
 from speechdp.report.sweep.data_answer import waits_too_long
 
-#: What a run's table calls `data.preprocess_on`.
+#: Words for the values of `data.preprocess_on` in the table.
 _PLACES = {"cpu": "CPU", "cuda": "GPU"}
 
 _HEADINGS = {
@@ -34,7 +34,11 @@ def _column(
     *,
     is_number: bool = True,
 ) -> FigureColumn:
-    """Return a column (key, title, unit) of the figures that a run may have recorded or not."""
+    """Return a column of data path figures, which a run may not have recorded.
+
+    Args:
+        heading: key, title and unit.
+    """
 
     def written(row: RunFigures) -> str:
         return formatting.MISSING if row.data is None or cell is None else cell(row.data)
@@ -81,7 +85,7 @@ def _wait(row: RunFigures) -> str:
     return mean if mean == largest else f"{mean} ({largest})"
 
 
-#: In the main table, too.
+#: Also in the main table.
 DATA_WAIT = FigureColumn(
     "data_wait_share",
     "data wait",
@@ -100,7 +104,7 @@ _LARGEST_WAIT = FigureColumn(
     lambda row: row.data_wait.largest if row.data_wait else None,
 )
 
-#: What the stages do and what they could deliver.
+#: How busy the stages are, and what they could deliver.
 _SPEEDS: tuple[FigureColumn, ...] = (
     *map(_stage, DATA_STAGES),
     _column(
@@ -130,7 +134,7 @@ _STORAGE = _column(
     is_number=False,
 )
 
-#: What the report's CSV holds of the data path beside the main table's columns.
+#: Columns of the data path in the report's CSV, besides those of the main table.
 CSV_COLUMNS: tuple[FigureColumn, ...] = (
     _LARGEST_WAIT,
     *_SPEEDS,
@@ -157,7 +161,7 @@ CSV_COLUMNS: tuple[FigureColumn, ...] = (
     ),
 )
 
-#: The data path's table.
+#: Columns of the data path's table.
 _TABLE: tuple[FigureColumn, ...] = (
     DATA_WAIT,
     FigureColumn(
@@ -187,5 +191,5 @@ _TABLE: tuple[FigureColumn, ...] = (
 
 
 def shown_columns(rows: Sequence[RunFigures]) -> tuple[FigureColumn, ...]:
-    """Return the columns of the data path's table in which any of these runs has something."""
+    """Return the columns of the data path's table in which any of these runs has a value."""
     return with_figures(_TABLE, rows)

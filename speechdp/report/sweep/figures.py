@@ -28,7 +28,7 @@ _SMALL, _MEDIUM = (4.4, 3.1), (5.6, 3.4)
 
 
 def make_panels(rows: Sequence[RunFigures]) -> dict[str, list[Panel]]:
-    """Return the plots by what the page's template calls their section, in their order on the page."""
+    """Return the plots by the name of their section in the page's template, in the order of the page."""
     return {
         "plots_by_period": _by_period(rows),
         "plots_of_learning": _learning(rows),
@@ -40,7 +40,7 @@ def make_panels(rows: Sequence[RunFigures]) -> dict[str, list[Panel]]:
 
 
 def _by_period(rows: Sequence[RunFigures]) -> list[Panel]:
-    """Return the plots over the period; one run has no use for such an axis."""
+    """Return the plots over the period; none for a single run."""
     if sum(not row.run.is_baseline for row in rows) < 2:
         return []
 
@@ -80,7 +80,7 @@ def _learning(rows: Sequence[RunFigures]) -> list[Panel]:
 
 
 def _periods(rows: Sequence[RunFigures]) -> list[Panel]:
-    """Return the plots of the period in force, one a unit; none where no strategy changes its period."""
+    """Return the plots of the period in force, one per unit; none if no strategy changes its period."""
 
     def panel(unit: PeriodUnit) -> Panel:
         def draw(ax: Axes, canvas: Canvas) -> bool:
@@ -106,7 +106,7 @@ def _shares(rows: Sequence[RunFigures]) -> Panel:
 
 
 def _data_path(rows: Sequence[RunFigures]) -> list[Panel]:
-    """Return the data path's plot; none, rather than an empty one, where no run recorded it."""
+    """Return the plot of the data path; none, rather than an empty one, if no run recorded it."""
     num_bars = len(rows_with_rates(rows))
     if num_bars == 0:
         return []
@@ -116,7 +116,7 @@ def _data_path(rows: Sequence[RunFigures]) -> list[Panel]:
 
 
 def _resources(rows: Sequence[RunFigures]) -> list[Panel]:
-    """Return the plots of what runs have used, where that was recorded."""
+    """Return the plots of the resources that runs used, as far as recorded."""
     size = (5.6, max(3.6, 0.9 + 0.24 * len(rows)))
     drawn = []
     if has_samples(rows):

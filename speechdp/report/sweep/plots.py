@@ -1,4 +1,4 @@
-"""Draw what each averaging period gives and costs, and how the runs learnt."""
+"""Plot the figures of runs against their averaging periods, and their learning curves."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ WORD_ERRORS = PlotMeasure(
 
 
 def throughput_measure(rows: Sequence[RunFigures]) -> PlotMeasure:
-    """Return the speed by the race, where there was one, of those that raced; else the runs' throughput."""
+    """Return the speed in the race, for rows that raced; if there was no race, the runs' throughput."""
     if any_raced(rows):
         return PlotMeasure(
             "Raced speed, 95 % interval",
@@ -78,7 +78,7 @@ def throughput_measure(rows: Sequence[RunFigures]) -> PlotMeasure:
 
 
 def score_measure(rows: Sequence[RunFigures]) -> PlotMeasure:
-    """Return the held-out score, in the terms of the runs' task; runs of another task have none."""
+    """Return the held-out score in the terms of the runs' task; runs of another task have no value."""
     terms = terms_of(row.run for row in rows)
     return PlotMeasure(
         formatting.capital(terms.metric.name),
@@ -91,10 +91,10 @@ def score_measure(rows: Sequence[RunFigures]) -> PlotMeasure:
 
 
 def draw_by_period(ax: Axes, rows: Sequence[RunFigures], measure: PlotMeasure, canvas: Canvas) -> bool:
-    """Plot a figure of each run at its period; runs without a period stand at the left.
+    """Plot a figure of each run at its period; runs without a period are at the left.
 
     Returns:
-        False, with nothing drawn, where no run has the figure.
+        False, with nothing drawn, if no run has the figure.
     """
     placed = [(x, tick, row) for x, tick, row in _positions(rows, canvas) if measure.value(row) is not None]
     if not placed:
@@ -107,7 +107,7 @@ def draw_by_period(ax: Axes, rows: Sequence[RunFigures], measure: PlotMeasure, c
         _draw_point(ax, x, row, measure, canvas)
     _limit_axes(ax, [x for x, _, _ in placed], measure)
     ax.set_xticks([x for x, _, _ in placed], [tick for _, tick, _ in placed])
-    # Periods in frames or seconds have their unit at each of them.
+    # Ticks of periods in frames or seconds include the unit.
     label = "averaging period (steps)" if _are_in_steps(rows) else "averaging period"
     ax.set_xlabel(label if joined else "")
     if measure.terms is not None:
@@ -136,10 +136,10 @@ def draw_one_rank(ax: Axes, rows: Sequence[RunFigures], measure: PlotMeasure, ca
 
 
 def draw_learning(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas, *, over_time: bool) -> bool:
-    """Plot held-out scores over frames or over training time, each curve named at its end.
+    """Plot held-out scores over frames or over training time, with each curve's name at its end.
 
     Returns:
-        False, with nothing drawn, where no run has an evaluation.
+        False, with nothing drawn, if no run has an evaluation.
     """
     terms = terms_of(row.run for row in rows)
     of_task = [row for row in rows if row.run.metric.key == terms.metric.key]
@@ -172,14 +172,14 @@ def draw_learning(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas, *, over_
 
 
 def _positions(rows: Sequence[RunFigures], canvas: Canvas) -> list[tuple[float, str, RunFigures]]:
-    """Place the runs on the period axis: log2 of steps, or side by side where a period has a unit."""
+    """Place the runs on the period axis: at log2 of steps, or side by side if any period has a unit."""
     rows = [row for row in rows if not row.run.is_baseline]
     periods = [row.run.model_period for row in rows if row.run.model_period is not None]
     in_steps = _are_in_steps(rows)
     without = [row for row in rows if row.run.model_period is None]
     placed: list[tuple[float, str, RunFigures]] = []
     first = math.log2(min((int(p) for p in periods), default=1)) if in_steps else 0.0
-    # Runs without a period keep their distance from the axis' numbers, which they are not among.
+    # Keep runs without a period apart from the numbers of the axis.
     for i, row in enumerate(without):
         label = canvas.labels[row.run.name].replace(" ", "\n", 1)
         placed.append((first - 1.4 * (len(without) - i) - 0.4, label, row))
@@ -209,7 +209,7 @@ def _draw_point(ax: Axes, x: float, row: RunFigures, measure: PlotMeasure, canva
     note = "" if finished else f" ({row.run.status})"
     figure = f"{text} {measure.axis}" if measure.terms is None else measure.terms.with_unit(y)
     canvas.tip(dot, f"{canvas.labels[row.run.name]}{note}: {figure}")
-    # Beside an interval, below a lone point: the lines between points and the references above stay clear.
+    # Write beside an interval but below a lone point, clear of lines between points and references above.
     shift, ha, va = ((6, 7), "left", "center") if interval else ((0, -7), "center", "top")
     ax.annotate(
         text, (x, y), xytext=shift, textcoords="offset points", ha=ha, va=va, color=canvas.theme.ink,
@@ -236,12 +236,12 @@ def _evaluation_tip(label: str, evaluation: Evaluation, terms: Terms) -> str:
     return ", ".join(filter(None, parts))
 
 
-#: Share of a curve's evaluations that stay in the picture.
+#: Share of a curve's evaluations that the plot must show.
 _KEPT = 2 / 3
 
 
 def focus_on_end(ax: Axes, curves: Sequence[Sequence[float]]) -> None:
-    """Cut off the steep beginning, if there are evaluations enough: it would press the ends together."""
+    """Cut off the curves' steep beginning if there are enough evaluations: it would compress their ends."""
     values = [y for curve in curves for y in curve]
     best, worst = max(values), min(values)
     worst_end = min(curve[-1] for curve in curves)
@@ -253,13 +253,13 @@ def focus_on_end(ax: Axes, curves: Sequence[Sequence[float]]) -> None:
 
 
 def _mark_cut_off(ax: Axes, heights: Sequence[float], terms: Terms) -> None:
-    """Say where earlier evaluations lie outside the picture."""
+    """Note in the axis label on which side earlier evaluations lie outside of the plot, if any do."""
     if min(heights) < ax.get_ylim()[0]:
         ax.set_xlabel(f"{ax.get_xlabel()}; earlier evaluations lie {'above' if terms.falls else 'below'}")
 
 
 def _label_ends(ax: Axes, curves: Sequence[tuple[RunFigures, Any]], scale: float, canvas: Canvas) -> None:
-    """Write each run's name at the end of its curve, pushed apart where they would overlap."""
+    """Write each run's name at the end of its curve; names that would overlap are moved apart."""
     low, high = ax.get_ylim()
     gap = (high - low) * 0.068
     ends = sorted(((points[-1][1], points[-1][0] / scale, row) for row, points in curves), key=lambda e: e[0])

@@ -1,4 +1,4 @@
-"""Write the report of a sweep or a run: CSV, PNG and one self-contained page, from the runs' files alone."""
+"""Write the report of a sweep or a run: CSV, PNG and one self-contained page, from the files of its runs."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from speechdp.report.sweep.figures import make_panels
 from speechdp.report.sweep.resources import sampling_notices
 from speechdp.report.sweep.speech_columns import SPEECH_COLUMNS, SPEECH_TITLE, speech_caption
 
-#: Columns of a terminal that holds a run's figures, or its data path, on one line.
+#: Terminal width for the figures of a run on one line, and for its data path, characters.
 _WIDE, _WIDE_DATA = 160, 230
-#: Columns more that speeds by a race take.
+#: Additional width for speeds in a race, characters.
 _RACED = 20
 #: Settings shown for each run, in this order; run.json may hold more.
 SETTINGS = {
@@ -57,13 +57,13 @@ def write_report(out_dir: Path, target: float | None = None, metric: str = "") -
     """Write OUT/report/report.{csv,png,html}.
 
     Args:
-        out_dir: a sweep's folder, a folder of runs, or one run.
-        target: of the task's first metric, for the time to target: a held-out log-probability in nats/frame,
-            of synthesis the L1 error, a share in %; None: the best that every run reached.
-        metric: what runs of a script are judged by; see read_sweep.
+        out_dir: folder of a sweep, of several runs, or of one run.
+        target: value of the task's first metric for the time to target: a held-out log-probability in
+            nats/frame, the L1 error for synthesis, a share in %; None: the best that every run reached.
+        metric: metric of runs of a script; see `read_sweep`.
 
     Raises:
-        ConfigError: there is no run in `out_dir`, `target` cannot be reached, or `metric` is none of its.
+        ConfigError: there is no run in `out_dir`, `target` cannot be reached, or no run logged `metric`.
         RunError: the report cannot be written.
     """
     sweep = read_sweep(out_dir, metric)
@@ -113,7 +113,7 @@ def _left_out(sweep: Sweep) -> list[str]:
 
 
 def _unused(races: ShownRaces, sizes: Collection[int]) -> list[str]:
-    """Say which races compare none of the runs, which trained on other numbers of ranks, or on several.
+    """Name the races that were not used, because the runs trained on other or several numbers of ranks.
 
     Args:
         sizes: numbers of ranks of all runs.
@@ -165,10 +165,10 @@ def _lines(panels: dict[str, list[Panel]]) -> list[list[Panel]]:
 def _make_tables(
     rows: Sequence[RunFigures], chosen: RunFigures | None, until: str | None
 ) -> dict[str, ShownTable[RunFigures]]:
-    """Return the tables; those of speech and of the data path only where a run recorded them.
+    """Return the tables by name; those of speech and of the data path only if a run recorded them.
 
     Args:
-        until: when the time to target counts.
+        until: the target as text; None: there is none.
     """
     labels = formatting.run_labels([row.run for row in rows])
     colours = make_canvas(rows, theme.PAGE).colours
@@ -203,14 +203,14 @@ def _make_tables(
 
 
 def _data_path_notes(rows: Sequence[RunFigures]) -> list[tuple[str, list[str]]]:
-    """Return (label, sentences) of each run that recorded its data path."""
+    """Return (label, sentences) for each run that recorded its data path."""
     labels = formatting.run_labels([row.run for row in rows])
     notes = ((labels[row.run.name], path_sentences(row, labels[row.run.name])) for row in rows)
     return [(label, sentences) for label, sentences in notes if sentences]
 
 
 def _outside_notes(rows: Sequence[RunFigures]) -> list[tuple[str, list[str]]]:
-    """Return (label, sentences) of each run of which it is known what it did not have to itself."""
+    """Return (label, sentences) for each run with known outside use of its GPUs or cores."""
     labels = formatting.run_labels([row.run for row in rows])
     notes = ((labels[row.run.name], outside_sentences(row.run)) for row in rows)
     return [(label, sentences) for label, sentences in notes if sentences]

@@ -1,4 +1,4 @@
-"""What the runs of a report have used: utilisation over time, and memory."""
+"""Plot the resources that the runs of a report used: utilisation over time, and memory."""
 
 from __future__ import annotations
 
@@ -21,40 +21,40 @@ from speechdp.report.runs.derived import RunFigures
 
 
 def has_samples(rows: Sequence[RunFigures]) -> bool:
-    """Say whether any run was sampled."""
+    """Return whether any run was sampled."""
     return any(len(host.t_s) for row in rows for host in row.run.samples)
 
 
 def has_clocks(rows: Sequence[RunFigures]) -> bool:
-    """Say whether the clock of any run's GPUs was read."""
+    """Return whether the GPU clock of any run was read."""
     return any(clock_course(row.run.samples) is not None for row in rows)
 
 
 def has_memory(rows: Sequence[RunFigures]) -> bool:
-    """Say whether any run recorded its ranks' memory."""
+    """Return whether any run recorded its ranks' memory."""
     return any(_held(row, on_gpus=False) or _held(row, on_gpus=True) for row in rows)
 
 
 def sampling_notices(rows: Sequence[RunFigures]) -> list[str]:
-    """Return what the samplers of all runs could not read, each once."""
+    """Return the notices of all runs' samplers on what they could not read, without repetitions."""
     return list(dict.fromkeys(notice for row in rows for host in row.run.samples for notice in host.notices))
 
 
 def draw_runs_utilisation(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas) -> bool:
-    """Plot a line for each GPU or process of one run, or for each of several runs the mean over its own.
+    """Plot the utilisation of each GPU or process of one run; for several runs, the mean of each run.
 
     Returns:
-        False, with nothing drawn, where no run was sampled.
+        False, with nothing drawn, if no run was sampled.
     """
     courses = [(row, utilisation_course(row.run.samples)) for row in rows]
     return _draw_runs(ax, courses, canvas, "Utilisation over time", "ranks")
 
 
 def draw_runs_clocks(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas) -> bool:
-    """Plot the SM clock of each GPU of one run, or for each of several runs the mean over its GPUs.
+    """Plot the SM clock of each GPU of one run; for several runs, the mean over the GPUs of each run.
 
     Returns:
-        False, with nothing drawn, where no clock was read.
+        False, with nothing drawn, if no clock was read.
     """
     courses = [(row, clock_course(row.run.samples)) for row in rows]
     return _draw_runs(ax, courses, canvas, "GPU clock over time", "GPUs")
@@ -63,13 +63,13 @@ def draw_runs_clocks(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas) -> bo
 def _draw_runs(
     ax: Axes, found: Sequence[tuple[RunFigures, Course | None]], canvas: Canvas, title: str, over: str
 ) -> bool:
-    """Plot one run's own lines, or of several runs the means over ranks or GPUs, as `over` calls them."""
+    """Plot one run's own lines; for several runs, means over its ranks or GPUs, named by `over`."""
     courses = [(row.run.name, course) for row, course in found if course is not None]
     if not courses:
         return False
     if len(found) == 1:
         return draw_course(ax, courses[0][1], canvas, title=title)
-    # Percent of a GPU and of a core do not belong on one axis.
+    # Percentages of GPUs and of cores do not belong on one axis.
     on_gpus = any(course.on_gpus for _, course in courses)
     lines = [
         (canvas.labels[name], course, mean_over_columns(course), canvas.colours[name])
@@ -81,10 +81,10 @@ def _draw_runs(
 
 
 def draw_ranks_memory(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas) -> bool:
-    """Draw the most memory of each rank of one run, or for each of several runs that of its largest rank.
+    """Draw the peak memory of each rank of one run; for several runs, that of the largest rank of each.
 
     Returns:
-        False, with nothing drawn, where no run recorded it.
+        False, with nothing drawn, if no run recorded it.
     """
     on_gpus = any(_held(row, on_gpus=True) for row in rows)
     held = [(row, ranks) for row in rows if (ranks := _held(row, on_gpus=on_gpus))]
@@ -109,13 +109,13 @@ def draw_ranks_memory(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas) -> b
 
 
 def _live(row: RunFigures) -> dict[int, float]:
-    """Return the bytes of each rank's process that were in use at the end, of ranks that recorded it."""
+    """Return the bytes in use by each rank's process at the end, for ranks that recorded them."""
     ranks = () if row.run.timing is None else row.run.timing.ranks
     return {rank.rank: rank.memory.live for rank in ranks if rank.memory.live}
 
 
 def _held(row: RunFigures, *, on_gpus: bool) -> dict[int, float]:
-    """Return the most bytes that each rank has held, of ranks that recorded it."""
+    """Return the peak memory of each rank, bytes, for ranks that recorded it."""
     ranks = () if row.run.timing is None else row.run.timing.ranks
     amounts = {rank.rank: rank.memory.gpu if on_gpus else rank.memory.rss for rank in ranks}
     return {rank: amount for rank, amount in amounts.items() if amount}

@@ -1,4 +1,4 @@
-"""The columns of the report's table of synthetic speech."""
+"""The columns of the table of synthetic speech."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OF_RECOGNISER = (
 
 
 def speech_caption(rows: Sequence[RunFigures]) -> str:
-    """Return what stands above the table of these runs: of words only where a recogniser has heard any."""
+    """Return the note on the table of these runs; on word errors only if a recogniser decoded any."""
     heard = any(row.run.spoken is not None and row.run.spoken.word_errors for row in rows)
     return f"{_OF_RECOGNISER} {_INTERVALS}" if heard else _INTERVALS
 
@@ -27,7 +27,13 @@ def speech_caption(rows: Sequence[RunFigures]) -> str:
 def _figure(
     name: tuple[str, str, str, str], of: Callable[[Spoken], Estimate | None], factor: float, digits: int
 ) -> FigureColumn:
-    """Return a column of (key, title, unit, meaning) whose figures are shown times `factor`."""
+    """Return a column whose figures are displayed multiplied by `factor`.
+
+    Args:
+        name: key, title, unit and meaning.
+        of: returns the figure.
+        digits: digits after the decimal point.
+    """
 
     def found(row: RunFigures) -> Estimate | None:
         return None if row.run.spoken is None else of(row.run.spoken)

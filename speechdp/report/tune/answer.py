@@ -1,4 +1,4 @@
-"""Put what a search has found into words."""
+"""State in words what a search has found."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from speechdp.report.kit.scripts import several_versions, without_seed, wrong_wa
 from speechdp.report.tune.search import PREDICTED, Search
 from speechdp.report.tune.tables import predicted_text, ratio_text
 
-#: By which factor the interval of a race lies from a prediction that is called wrong.
+#: A prediction is called wrong if the interval of the race is away from it by more than this factor.
 _OFF = 1.1
 
 
 def find_answer(search: Search) -> Answer:
-    """Put what was found into words."""
+    """Return the answer of a search, finished or not."""
     record, terms = search.record, search.terms
     cautions = ["Settings were judged on held-out data, which are no longer fit to report a final figure on."]
     if not record.has_measured:
@@ -60,8 +60,8 @@ def find_answer(search: Search) -> Answer:
 
 
 def _so_far(search: Search, best: SettingRecord) -> Answer:
-    """Say which setting is the best of a search that is not over."""
-    # The figures of a setting are read again by each command, which may have stopped before.
+    """State which setting is the best so far in an unfinished search."""
+    # Each command reads a setting's own figures again and may have stopped before: look in the rungs, too.
     has_learnt = bool(best.rungs) or any(best.name in rung.scores for rung in search.record.rungs)
     by = f"at {formatting.count(best.frames_per_s)} {search.terms.amount}/s"
     if best.frames_per_s is None:
@@ -74,7 +74,7 @@ def _so_far(search: Search, best: SettingRecord) -> Answer:
 
 
 def _of_runs(search: Search) -> list[str]:
-    """Say what is to be known of the runs of a script, and of a race that was too short."""
+    """Return cautions on the runs of a script, and on races, e.g. one that was too short."""
     names = [one.setting.raced.name for one in search.record.tried if one.ratio is not None]
     raced = {name: name for name in names}
     labelled = [(run, run.name) for run in search.all_runs]
@@ -90,7 +90,7 @@ def _of_runs(search: Search) -> list[str]:
 
 
 def _alone(search: Search, best: SettingRecord) -> Answer:
-    """Say which setting is left, where nothing had to be trained, and whether it was compared at all."""
+    """State which setting is left if nothing had to be trained, and whether its speed was compared."""
     record, amount = search.record, search.terms.amount
     others = [one for one in record.tried if one is not best]
     uncompared = [one.name for one in others if one.out_in != PREDICT and one.ratio is None]
@@ -109,32 +109,32 @@ def _alone(search: Search, best: SettingRecord) -> Answer:
 
 
 def _target_text(terms: Terms, target: float) -> str:
-    """Write the target with the name of what it is of: `the held-out log-probability −0.407 nats/frame`."""
+    """Write the target with the name of its metric: `the held-out log-probability −0.407 nats/frame`."""
     text = terms.with_unit(target)
     return f"the {terms.metric.name} {text}" if terms.axis == terms.metric.unit else text
 
 
 def _other(one: SettingRecord, end: Finish, record: TuneRecord) -> str:
-    """Say when another of the last settings reaches the target."""
+    """State when another one of the last settings reaches the target."""
     if not end.is_reached:
         return f"{one.name}: {_range_text(end)}."
     return f"{one.name} {_reaches(one, record)} it after {_range_text(end)}."
 
 
 def _none_reaches(record: TuneRecord, target: str) -> str:
-    """Say that the target is not reached: by which settings, by how many of their runs, and until when."""
+    """State that no setting reaches the target, whether single seeds do, and within what time."""
     times = [time for one in record.tried for time in one.times_s]
     every = " with every seed" if any(time is not None for time in times) else ""
     end_s = record.rungs[-1].seconds
     if record.seen_s is None:
         until, reaches = formatting.seconds(end_s), "reaches"
-    else:  # curves are continued for as long again at most
+    else:  # curves are extrapolated to at most twice their length
         until, reaches = formatting.seconds(2 * end_s), "is expected to reach"
     return f"None of the last settings {reaches} {target}{every} within {until} of training"
 
 
 def _one_batch_only(record: TuneRecord) -> list[str]:
-    """Say where other batches were tried, but not with what was chosen."""
+    """Return a caution if other batch sizes were tried, but not with the chosen strategy."""
     with_others = list(dict.fromkeys(one.strategy for one in record.tried if one.batch_size))
     chosen = record.of(record.chosen).strategy
     if not with_others or chosen in with_others:
@@ -146,7 +146,7 @@ def _one_batch_only(record: TuneRecord) -> list[str]:
 
 
 def _of_rates(record: TuneRecord) -> list[str]:
-    """Say that all had one learning rate, or that a better one may lie beyond those that were tried."""
+    """Return a caution if all had one learning rate, or if a better one may lie beyond those tried."""
     trained = [one for one in record.tried if one.rungs]
     chosen = record.of(record.chosen)
     rates = sorted({one.learning_rate for one in trained if one.learning_rate is not None})
@@ -165,7 +165,7 @@ def _of_rates(record: TuneRecord) -> list[str]:
 
 
 def _doubts(search: Search) -> list[str]:
-    """Say what speaks against the predictions, where something rests on them: a sentence for each doubt."""
+    """Return a caution for each doubt about the predictions, if a decision depends on them."""
     record, notes = search.record, list[str]()
     ruled_out = sum(one.out_in == PREDICT for one in record.tried)
     what = f"what was ruled out by prediction ({counted(ruled_out, 'setting')})"
@@ -189,7 +189,7 @@ def _doubts(search: Search) -> list[str]:
 
 
 def _refuted(record: TuneRecord, one: SettingRecord) -> str:
-    """Say how far a setting's race is from its prediction, beside gradient averaging; "" where it is near."""
+    """State a setting's predicted and raced speed over the reference's; "" if the race does not refute it."""
     reference = record.tried[0]
     if not (one.predicted and reference.predicted) or one.ratio_low is None or one.ratio_high is None:
         return ""
@@ -214,18 +214,18 @@ def _range_text(end: Finish) -> str:
 
 
 def _reaches(one: SettingRecord, record: TuneRecord) -> str:
-    """Return the verb for what a setting does with the target."""
+    """Return the verb for a setting that reaches the target: measured or expected."""
     return "is expected to reach" if _is_ahead(one, record) else "reaches"
 
 
 def _is_ahead(one: SettingRecord, record: TuneRecord) -> bool:
-    """Tell whether nobody has seen a setting reach the target with all seeds."""
+    """Return whether a setting did not reach the target with all seeds in the time it was trained."""
     seen_s = record.seen_s
     return seen_s is not None and any(time is None or time > seen_s for time in one.times_s)
 
 
 def _expected_text(record: TuneRecord) -> tuple[str, ...]:
-    """Say what nobody has seen."""
+    """State which times are extrapolated rather than measured; empty if none are."""
     if record.seen_s is None or not any(_is_ahead(one, record) for one in record.tried):
         return ()
     return (

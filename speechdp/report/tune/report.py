@@ -20,7 +20,7 @@ from speechdp.report.tune.tables import backends_table, csv_of, make_table
 
 FOLDER = "tune"
 _SIZE = (5.6, 3.6)
-#: Settings that the page shows elsewhere, or that say nothing to a reader.
+#: Settings that the page shows elsewhere, or that mean nothing to a reader.
 _UNSHOWN = ("data", "strategies", "backends")
 
 
@@ -62,14 +62,14 @@ def write_search(out: Path) -> WrittenReport:
 
 
 def shown_settings(search: Search) -> list[tuple[str, str]]:
-    """Return how the search was run as (title, text): the model and the batch of a rank first, as used."""
+    """Return the settings of a search as (title, text), first the model and batch size that its runs used."""
     own = [run for one in search.record.tried if not one.batch_size for run in search.runs.get(one.name, ())]
     used = next((run.settings for run in own if run.settings), {})
     first = [("preset", name)] if (name := words(used.get("preset"))) else []
     first += [("batch size", f"{size:,} a rank")] if isinstance(size := used.get("batch_size"), int) else []
     given = dict(search.record.settings)
     shown = [("model", "preset"), ("batch", "batch_size")] if first else []
-    # That of what was measured and raced, the lowest of several.
+    # Only measurements and races used this learning rate, the lowest of several.
     shown += [("optimizer", "learning_rate")] if given.get("learning_rates") else []
     for group, option in shown:
         if isinstance(given.get(group), dict):
@@ -78,7 +78,7 @@ def shown_settings(search: Search) -> list[tuple[str, str]]:
 
 
 def _canvas(search: Search, shown: Theme) -> Canvas:
-    """Return a canvas on which the learning rates of a setting have one colour."""
+    """Return a canvas on which settings that differ only in the learning rate share a colour."""
     of = {one.name: one.setting.raced.name for one in search.record.tried}
     return named_canvas(list(search.runs), shown, of)
 

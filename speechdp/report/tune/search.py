@@ -1,4 +1,4 @@
-"""A search as its report needs it, read from tune.json and the runs' files."""
+"""Read a search for its report, from tune.json and the files of its runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from speechdp.report.runs.script_metric import script_task
 from speechdp.report.runs.steadiness import notable_load
 from speechdp.timing.load import OutsideLoad
 
-#: How the speed of settings is known at which their times are.
+#: Source of the speeds from which training times are computed.
 RACED, PREDICTED = "raced", "predicted"
 
 
@@ -26,9 +26,10 @@ class Search:
     """A search as its report needs it.
 
     Attributes:
-        runs: of each setting that was trained, by seed.
-        races: that of the search, unless none was held yet.
-        loads: cores that did not work for the search as each back-end was measured, where enough to matter.
+        record: the record in tune.json.
+        runs: runs of each trained setting, one per seed.
+        races: the race of the search; empty before it was held.
+        loads: outside load of the cores while each back-end was measured, if enough to matter.
     """
 
     record: TuneRecord
@@ -38,18 +39,18 @@ class Search:
 
     @property
     def all_runs(self) -> list[RunResult]:
-        """Those of all settings."""
+        """The runs of all settings."""
         return [run for found in self.runs.values() for run in found]
 
     @property
     def speed(self) -> str:
-        """How the speed is known at which times are: a single setting has nothing to race with."""
+        """Source of the speeds for training times; predicted for a single setting, which cannot race."""
         is_unraced = any(one.frames_per_s is not None and one.ratio is None for one in self.record.tried)
         return PREDICTED if is_unraced else RACED
 
     @property
     def terms(self) -> Terms:
-        """The words for what settings are judged by; of a script also where no run tells them yet."""
+        """The words for the settings' figures; for a script, known even before its first run."""
         runs = self.all_runs
         if not runs and "script" in self.record.settings:
             return Terms(script_task(words(self.record.settings.get("metric"))), SCRIPT)
@@ -57,7 +58,7 @@ class Search:
 
 
 def read_search(out: Path) -> Search:
-    """Read a search.  Raises ConfigError where tune.json is damaged."""
+    """Read a search.  Raises ConfigError if tune.json is damaged."""
     record = read_tune(out)
     metric = words(record.settings.get("metric"))
     runs = {

@@ -1,4 +1,4 @@
-"""The tables of a search, of its settings and of the back-ends, and the CSV of the settings."""
+"""The tables of a search, for its settings and its back-ends, and the CSV of the settings."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from speechdp.report.kit.tables import Column, RowHead, ShownTable, csv_text, wi
 from speechdp.report.tune.search import Search
 
 _SIZES = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1))
-#: Columns of a terminal that holds a setting on one line.
+#: Terminal width for a setting on one line, characters.
 _WIDE = 120
 
 
 def make_table(search: Search, marks: Mapping[str, Markup]) -> ShownTable[SettingRecord]:
-    """Return the table of all settings: those that came furthest first."""
+    """Return the table of all settings; those that came furthest are first."""
     record, terms = search.record, search.terms
     order = sorted(record.tried, key=lambda one: _place(one, record))
     columns = with_figures(_columns(record, terms), order)
@@ -117,7 +117,7 @@ def predicted_text(one: SettingRecord) -> str:
 
 
 def ratio_text(one: SettingRecord) -> str:
-    """Write a setting's raced speed over gradient averaging's, and its interval: `1.28 [1.21, 1.35]`."""
+    """Write a setting's raced speed relative to gradient averaging, with interval: `1.28 [1.21, 1.35]`."""
     if one.ratio is None:
         return formatting.MISSING
     if one.ratio_low is None or one.ratio_high is None:
@@ -126,7 +126,7 @@ def ratio_text(one: SettingRecord) -> str:
 
 
 def backends_table(search: Search) -> ShownTable[BackendRecord]:
-    """Return the table of the back-ends: what an exchange takes with each, as it was measured."""
+    """Return the table of the back-ends with their measured exchange times."""
     record = search.record
     rows = [
         (RowHead(one.name, is_pale=bool(one.why), is_chosen=one.name == record.backend), one)
@@ -154,7 +154,7 @@ def _backend_columns(record: TuneRecord, amount: str) -> tuple[Column[BackendRec
 
 
 def _measured_exchanges(record: TuneRecord) -> list[tuple[str, float, int]]:
-    """Return strategy, bytes and pieces of what was measured, with any back-end."""
+    """Return (strategy, bytes, pieces) of each exchange measured with any back-end."""
     found = [(each.strategy, each.nbytes, each.pieces) for one in record.backends for each in one.exchanges]
     return list(dict.fromkeys(found))
 
@@ -163,7 +163,10 @@ def _exchange_column(strategy: str, nbytes: float, pieces: int, *, is_all: bool)
     """Return the column of an exchange.
 
     Args:
-        is_all: it is the whole model; else a part of it.
+        strategy: strategy of the exchange, with its options.
+        nbytes: size of the exchanged vector.
+        pieces: number of buckets.
+        is_all: the whole model is exchanged, rather than a part.
     """
     gradients = strategy.partition(":")[0] == "gradient_averaging"
     how = f"in {counted(pieces, 'bucket')}" if gradients else "whole" if is_all else "(a part)"
@@ -203,7 +206,7 @@ def _bandwidth_text(one: BackendRecord) -> str:
 
 
 def _measured_text(record: TuneRecord) -> str:
-    """Say what the figures of exchanges are of."""
+    """Return the note on what the figures of the back-ends mean."""
     links = [one.link for one in record.backends if one.link is not None]
     if not links:
         return ""
@@ -216,7 +219,7 @@ def _measured_text(record: TuneRecord) -> str:
 
 
 def csv_of(record: TuneRecord) -> str:
-    """Return every setting in plain units."""
+    """Return all settings as CSV, in plain units."""
     head = [
         *("strategy", "batch_size", "learning_rate"),
         *("predicted_frames_per_s", "predicted_low", "predicted_high"),
