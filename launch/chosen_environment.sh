@@ -34,10 +34,10 @@ check_base() { # one line where that Python cannot serve
     local site managed wanted=$base
     base=$(command -v -- "$base") || fail "--$given $wanted: there is no such program; give the path of a Python"
     base=$(cd "$(dirname "$base")" && pwd)/${base##*/} # later runs start elsewhere
-    of_base 'sys.exit(sys.version_info < (3, 10))' || fail "--$given $base: it is no Python from 3.10 on; give another"
+    of_base 'sys.exit(sys.version_info < (3, 10))' || fail "--$given $base: it is not Python 3.10 or newer; give another Python"
     if [ "$given" = on-top-of ]; then
         if [ -x "$VENV/bin/python" ] && [ "$base_is $(chosen base)" != "on-top-of $base" ]; then
-            fail "$VENV is there already, and not on top of $base; remove it, so that it can be made anew"
+            fail "$VENV already exists, and is not on top of $base; remove it and run this again"
         fi
         return
     fi
@@ -83,7 +83,7 @@ check_python() { # one line where PYTHON cannot serve, or .venv stays with anoth
     if [ ! -x "$VENV/bin/python" ]; then return; fi
     here=$(version_of "$VENV/bin/python") wanted=$(version_of "$PYTHON")
     if [ -n "$here" ] && [ -n "$wanted" ] && [ "$here" != "$wanted" ]; then
-        fail "$VENV is made with $here, and PYTHON is $wanted; remove it, so that it can be made anew, or unset PYTHON"
+        fail "$VENV was made with $here, but PYTHON is $wanted; remove it and run this again, or unset PYTHON"
     fi
 }
 

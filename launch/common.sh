@@ -43,7 +43,7 @@ is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/
 find_python() {
     local candidate
     if [ -n "${PYTHON-}" ]; then
-        is_new_enough "$PYTHON" || fail "PYTHON=$PYTHON is no Python from 3.10 on; set it to another, or unset it"
+        is_new_enough "$PYTHON" || fail "PYTHON=$PYTHON is not Python 3.10 or newer; set it to another Python, or unset it"
         command -v "$PYTHON"
         return
     fi
@@ -96,14 +96,14 @@ remedy_of_pip() { # LOG PYTHON HOW AGAIN [GLIBC]: how another Python is taken, a
             if last_call_of_pip "$1" | grep 'Retrying (Retry(' >/dev/null; then
                 say "check the network, then $4"
             else
-                say "none fits $here: $3 another Python from 3.10 on, or $torch; then $4"
+                say "none fits $here: $3 another Python (3.10 or newer), or $torch; then $4"
             fi
             ;;
         *ResolutionImpossible*)
-            say "no versions for $here go together, the log says which: $3 another Python from 3.10 on, or $torch; then $4"
+            say "no versions for $here go together, the log says which: $3 another Python (3.10 or newer), or $torch; then $4"
             ;;
         *[Ff]ailed*build* | *'ould not build wheels'* | *metadata-generation-failed* | *subprocess-exited-with-error*)
-            say "no wheel fits $here: $3 another Python from 3.10 on, or install what its build lacks by the log; then $4"
+            say "no wheel fits $here: $3 another Python (3.10 or newer), or install what its build lacks by the log; then $4"
             ;;
         *) say "check the network, then $4" ;;
     esac

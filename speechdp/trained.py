@@ -255,7 +255,7 @@ class AcousticModel:
             raise ConfigError(f"features of shape {rows.shape}: the network takes (frames, {width})")
         finite = np.isfinite(rows).all(axis=1)
         if not finite.all():  # an LSTM would carry it into all that follows, without a word
-            raise ConfigError(f"features have NaN or infinity, first in frame {finite.argmin()}; mend them")
+            raise ConfigError(f"features have NaN or infinity, first in frame {finite.argmin()}; fix them")
         return rows
 
     @cached_property

@@ -89,7 +89,7 @@ class Fault:
             '; enlarge it (in a container: --shm-size=1g), or give --mpi-args="--mca btl tcp,self"',
             "no program": f"this Python is not on {self.host}; install speechdp there at the same path",
             "step aborted": "srun has ended all ranks",
-            "step timed out": "srun has waited in vain for ranks to end",
+            "step timed out": "srun timed out waiting for ranks to end",
         }[self.kind]
 
 

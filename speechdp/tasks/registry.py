@@ -149,7 +149,7 @@ def made_network(task: Any, feature_dim: int, num_classes: int) -> nn.Module:
 
     cls = type(task)
     is_ours = cls.make_network.__module__.startswith("speechdp.")  # our errors are not the user's
-    with nullcontext() if is_ours else code_of(cls, f"--task {task.name}: make_network()", "mend the class"):
+    with nullcontext() if is_ours else code_of(cls, f"--task {task.name}: make_network()", "fix the class"):
         network = task.make_network(feature_dim, num_classes)
     if not isinstance(network, nn.Module):
         raise ConfigError(

@@ -138,7 +138,7 @@ def test_a_class_that_was_changed_since_is_refused(
     with pytest.raises(RunError, match=wrong):
         load_model(trained.run, CPU, own=networks_of(TASK))
     monkeypatch.setattr(tdnn, "TdnnNetwork", lambda *_: 1 / 0)
-    with pytest.raises(ConfigError, match=r"make_network\(\): .*tdnn.*: ZeroDivisionError.*; mend the class"):
+    with pytest.raises(ConfigError, match=r"make_network\(\): .*tdnn.*: ZeroDivisionError.*; fix the class"):
         load_model(trained.run, CPU, own=networks_of(TASK))
 
 

@@ -48,7 +48,7 @@ def test_a_wheel_is_built_once(tmp_path: Path) -> None:
 
 def test_a_recipe_that_fails_names_its_log(tmp_path: Path) -> None:
     done = build(tmp_path, "echo why; exit 1", tmp_path / "cache")
-    assert done.returncode == 1 and f"log: {tmp_path}/cache/logs/key.log; mend what" in done.stderr
+    assert done.returncode == 1 and f"log: {tmp_path}/cache/logs/key.log; fix the error in" in done.stderr
     assert (tmp_path / "cache" / "logs" / "key.log").read_text() == "why\n"
 
 

@@ -376,7 +376,8 @@ def test_a_python_that_cannot_serve_is_not_exchanged_for_another(
         write_program(checkout / "old", too_old)
     refused = setup(checkout, *words, PYTHON=str(checkout / "old"))
     assert refused.returncode == 1
-    assert refused.stderr.endswith("/old is no Python from 3.10 on; set it to another, or unset it\n")
+    advice = "/old is not Python 3.10 or newer; set it to another Python, or unset it\n"
+    assert refused.stderr.endswith(advice)
     assert not (checkout / ".venv").exists()
 
 
@@ -386,7 +387,7 @@ def test_an_environment_is_not_kept_when_another_python_is_asked_for(checkout: P
     refused = setup(checkout, PYTHON=str(other))
     assert refused.returncode == 1
     here = f"Python {sys.version_info[0]}.{sys.version_info[1]}"
-    assert f"/.venv is made with {here}, and PYTHON is Python 3.99; remove it" in refused.stderr
+    assert f"/.venv was made with {here}, but PYTHON is Python 3.99; remove it" in refused.stderr
 
 
 def test_what_horovod_requires_is_read_from_its_source(checkout: Path, tmp_path: Path) -> None:

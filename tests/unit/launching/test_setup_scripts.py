@@ -226,4 +226,4 @@ def test_quickstart_says_what_became_of_horovod(checkout: Path, code: int, said:
     write_program(checkout / ".venv/bin/python", program)
     done = run_script(checkout, "launch/quickstart", "--corpus", "words")
     assert done.stdout.splitlines()[-1].startswith(said), done.stderr
-    assert "speechdp tune, what reaches a value soonest: that can be another setting" in done.stdout
+    assert "speechdp tune finds the one that reaches a value soonest, which can be another" in done.stdout
