@@ -133,7 +133,7 @@ def test_sound_shorter_than_a_frame_has_none(model: speechdp.AcousticModel) -> N
             lambda m: m.log_posteriors(np.where(np.arange(9)[:, None] == 7, np.inf, np.zeros((9, 46)))),
             "^features have NaN or infinity, first in frame 7; fix them$",
         ),
-        (lambda m: m.log_posteriors(torch.full((3, 46), torch.nan)), "infinity, first in frame 0; mend"),
+        (lambda m: m.log_posteriors(torch.full((3, 46), torch.nan)), "infinity, first in frame 0; fix"),
         (lambda m: m.log_posteriors(np.zeros((3, 5))), r"shape \(3, 5\): the network takes \(frames, 46\)"),
     ],
 )

@@ -370,7 +370,7 @@ def test_what_was_tuned_last_is_found_again(dataset: Dataset, tmp_path: Path) ->
     assert earlier.chosen == tuned.record["chosen"]
     assert dataclasses.replace(start, **earlier.weights) == tuned.options
     assert earlier.is_for(Grammar.DIGIT_LOOP) and not earlier.is_for(Grammar.NGRAM)
-    assert "is for the grammar word-loop" in earlier.refusal(Grammar.NGRAM)
+    assert "chose these options for the grammar word-loop" in earlier.refusal(Grammar.NGRAM)
     # A decoding with other values does not change what was chosen.
     decode_split(model, dataset, "dev", run_dir, start, comm)
     assert earlier_tuning(run_dir) == earlier

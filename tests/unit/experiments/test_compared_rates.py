@@ -275,7 +275,7 @@ def test_rates_that_one_run_each_does_not_tell_apart_are_named(tmp_path: Path) -
     learnt = {**LEARNT, "gradient_averaging": {0.001: -0.6, 0.002: -0.405, 0.004: -0.4}}
     compare(tmp_path, MadeUpTraining(learnt), (0.001, 0.002, 0.004))
     text = " ".join(write_comparison(tmp_path).answer)
-    assert "accurate enough: 0.002 beside 0.004 for gradient averaging on 2 ranks." in text
+    assert "the tolerance: 0.002 beside 0.004 for gradient averaging on 2 ranks." in text
     assert "the highest, 0.004, was the best for bmuf (period=4) on 2 ranks: one beyond" in text
 
 
@@ -299,7 +299,7 @@ def test_how_seeds_differ_tells_how_near_rates_may_be(
             return MadeUpTraining({run.strategy.text: moved}).run(run, run_dir)
 
     compare(tmp_path, Shifted(), (0.001, 0.002, 0.004), seeds=tuple(shifts))
-    assert f"accurate enough: {named}" in " ".join(write_comparison(tmp_path).answer)
+    assert f"the tolerance: {named}" in " ".join(write_comparison(tmp_path).answer)
 
 
 def test_before_all_rates_are_tried_the_report_says_so(tmp_path: Path) -> None:

@@ -104,7 +104,9 @@ def test_a_horovod_of_another_mpi_below_is_left_out_with_a_line(
     done = environment.check(also=tmp_path / "base")
     assert (done.returncode, done.stderr) == (0, "")
     (line,) = done.stdout.splitlines()
-    assert line.startswith(f"setup: {tmp_path}/base/horovod/__init__.py of --on-top-of is left out, and ")
+    assert line.startswith(
+        f"setup: {tmp_path}/base/horovod/__init__.py of --on-top-of is not used, training uses "
+    )
     assert "this Horovod was built for MPICH or Intel MPI, and mpi4py finds Open MPI; to have" in line
 
 

@@ -421,7 +421,7 @@ def test_a_name_with_blanks_may_begin_with_that_of_another_file(tmp_path: Path) 
         write_tone(tmp_path / f"{name}.wav")
     (tmp_path / "text").write_text("a one\na 1 two\na 2 two\n")
     with pytest.raises(
-        ConfigError, match=r"text:2: an id ends at its first blank; write a_1 for 'a 1', and so"
+        ConfigError, match=r"text:2: an id ends at its first blank; write a_1 for 'a 1', and likewise"
     ):
         read_audio_folder(tmp_path)
     (tmp_path / "text").write_text("a one\na_1 two\na_2 two\na three\n")

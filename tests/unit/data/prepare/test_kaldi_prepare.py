@@ -619,7 +619,7 @@ def test_audio_files_of_no_byte_can_be_left_out(tmp_path: Path) -> None:
     assert result.dataset.num_utterances("train") == 2
     assert result.notices[0] == "left out: 1 utterance that has unreadable audio, first utt1"
     (folder / "segments").write_text("utt0 utt0 0 -1\nutt1 utt0 9 10\nutt2 utt2 0 -1\n")
-    with pytest.raises(ConfigError, match=r"utt1 of .*: the recording ends at 0\.5 s; mend the times"):
+    with pytest.raises(ConfigError, match=r"utt1 of .*: the recording ends at 0\.5 s; correct the times"):
         prepare(changed(given, overwrite=True), no_progress)
     result = prepared(changed(given, files=FilesOptions(skip_incomplete=True), overwrite=True))
     assert result.dataset.num_utterances("train") == 2

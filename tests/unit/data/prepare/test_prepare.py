@@ -276,7 +276,7 @@ def test_a_shard_of_another_directory_is_noticed(tmp_path: Path) -> None:
     source = digit_folder(tmp_path / "in")
     first, second = (_prepare(source, tmp_path / str(seed), seed=seed, shards=2) for seed in (1, 2))
     first.shard_paths("train")[0].write_bytes(second.shard_paths("train")[0].read_bytes())
-    with pytest.raises(ShardError, match=r"is not the shard data\.json lists"):
+    with pytest.raises(ShardError, match=r"is not the shard that data\.json lists"):
         first.verify()
 
 
