@@ -45,7 +45,8 @@ if behaviour in ("complete", "lost"):
     sys.exit(0)
 if behaviour == "die" and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
-time.sleep(1000)
+while True:  # a signal that comes just before a sleep begins is handled only after it
+    time.sleep(0.1)
 """
 
 #: Starts `launch` with the stand-in above in the place of `python -m speechdp`.

@@ -260,14 +260,15 @@ def test_after_a_stop_no_more_hosts_are_tried(monkeypatch: pytest.MonkeyPatch) -
 
 #: As mpirun: has a folder until it is asked to end, and starts ssh, here a `sleep`, in a group of its own.
 _PROBE = """
-import os, pathlib, signal, subprocess, sys
+import os, pathlib, signal, subprocess, sys, time
 folder = pathlib.Path(sys.argv[1])
 folder.mkdir()
 signal.signal(signal.SIGTERM, lambda *_: (folder.rmdir(), os._exit(1)))
 ssh = subprocess.Popen(["sleep", "600"], preexec_fn=os.setpgrp)
 folder.with_suffix(".new").write_text(str(ssh.pid))
 folder.with_suffix(".new").rename(folder.with_suffix(".ssh"))
-signal.pause()
+while True:  # a signal that comes just before a sleep begins is handled only after it
+    time.sleep(0.1)
 """
 
 

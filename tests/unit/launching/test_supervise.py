@@ -197,7 +197,8 @@ def save(*_):
     os._exit(75 if alive else 1)
 signal.signal(signal.SIGUSR1, save)
 os.kill(int(os.environ["SUPERVISOR"]), signal.SIGTERM)
-time.sleep(600)
+while True:  # a signal that comes just before a sleep begins is handled only after it
+    time.sleep(0.1)
 """
 
 

@@ -323,10 +323,11 @@ def warned(script: str, tmp_path: Path, **environ: str) -> int:
     """
     program, pause, ready = tmp_path / "python", tmp_path / "sleep", tmp_path / "ready"
     uptime = tmp_path / "uptime"
+    # By sigwait: a handler's signal that comes just before a sleep begins is looked at only after the sleep.
     program.write_text(
-        f"#!{sys.executable}\nimport pathlib, signal, sys, time\n"
-        f"signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))\npathlib.Path({str(ready)!r}).touch()\n"
-        "time.sleep(1000)\n",
+        f"#!{sys.executable}\nimport pathlib, signal, sys\n"
+        f"signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])\npathlib.Path({str(ready)!r}).touch()\n"
+        "signal.sigwait([signal.SIGUSR1])\nsys.exit(75)\n",
         encoding="utf-8",
     )
     ready.unlink(missing_ok=True)
