@@ -19,6 +19,7 @@ from speechdp.comm.base import Communicator, Work
 from speechdp.comm.calls import Calls
 from speechdp.errors import ConfigError, DivergedError, RunError, one_line
 from speechdp.launching.variables import FOLDER
+from speechdp.models.evaluating import evaluating
 from speechdp.parallel.batch_statistics import (
     average_statistics,
     averaged_statistics,
@@ -474,7 +475,6 @@ class DataParallel:
 
     def _evaluated(self) -> Iterator[None]:
         """Implement `evaluating`, around its single yield."""
-        modes = {module: module.training for module in self.model.modules()}
         self._take_model()
         self._look_at_losses()
         self.strategy.pause()
@@ -488,14 +488,12 @@ class DataParallel:
                     self.strategy.evaluation_parameters(),
                     averaged_statistics(self.model, self.comm, has_trained=trained),
                 ):
-                    self.model.eval()
                     try:
-                        with self._calls.of(""):
+                        with evaluating(self.model), self._calls.of(""):
                             yield
                     finally:
+                        # After the parts have their modes again: they may change their weights with it.
                         self._replica.bind_parameters()
-                        for module, mode in modes.items():
-                            module.training = mode
                 # One rank may evaluate or write alone; the others' wait for it must not count as a step's
                 # exchange.
                 self.comm.barrier()

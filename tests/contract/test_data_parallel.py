@@ -134,6 +134,52 @@ def test_evaluation_shows_the_same_model_everywhere_and_leaves_no_trace(strategy
     run_threads(2, check)
 
 
+class Merging(nn.Linear):
+    """Adds a correction to its weights while it evaluates, as adapters of low rank do."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__(4, 3, dtype=torch.float64)
+        self._in_place, self._trained = in_place, torch.empty(0)
+        self.is_merged = False
+
+    def train(self, mode: bool = True) -> Merging:
+        super().train(mode)
+        if self.is_merged != mode:
+            return self
+        self.is_merged = not mode
+        with torch.no_grad():
+            if self._in_place:
+                self.weight += -1.0 if mode else 1.0
+            elif mode:
+                self.weight.data = self._trained
+            else:
+                self._trained, self.weight.data = self.weight.data, self.weight + 1.0
+        return self
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "in other memory"])
+@pytest.mark.parametrize("strategy", ["gradient_averaging", "model_averaging:period=100"])
+def test_weights_that_are_merged_for_an_evaluation_are_apart_again_after_it(
+    strategy: str, in_place: bool
+) -> None:
+    def check(comm: Communicator) -> None:
+        model = Merging(in_place=in_place)
+        run = DataParallel(model, torch.optim.SGD(model.parameters(), 0.5), comm, strategy)
+        with run:
+            for _ in range(2):
+                with run.step(weight=1) as step:
+                    step.backward(model.weight.sum() * (comm.rank + 1.0))
+                own = values(model)
+                average = comm.allreduce(own.clone(), name="average") / comm.size
+                with run.evaluating():
+                    assert model.is_merged
+                    assert_close(model.weight.detach().flatten() - 1.0, average[:12], strategy)
+                assert model.training and not model.is_merged
+                assert_close(values(model), own, strategy)
+
+    run_threads(2, check)
+
+
 def test_waiting_for_others_is_training_before_an_evaluation_and_evaluation_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
