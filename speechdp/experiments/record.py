@@ -123,11 +123,11 @@ def first_difference(
             _whole(values.get(key, defaults.get(key)), defaults.get(key)) for values in (before, now)
         )
         if was != given:
-            return _told(named(key).replace("_", " "), was, given)
+            return _change_text(named(key).replace("_", " "), was, given)
     return ""
 
 
-def _told(name: str, was: Any, given: Any) -> str:
+def _change_text(name: str, was: Any, given: Any) -> str:
     """Return the name of a setting that differs, with both values in brackets if these are informative."""
     if name == _CHECKSUM:
         return " (on other data)"
@@ -135,8 +135,8 @@ def _told(name: str, was: Any, given: Any) -> str:
         return difference(was, given if isinstance(given, dict) else None) or f" ({name})"
     if isinstance(was, list) and isinstance(given, list):
         gone, new = ([str(x) for x in one if x not in other] for one, other in ((was, given), (given, was)))
-        told = [f"{word} {', '.join(of)}" for word, of in (("without", gone), ("with", new)) if of]
-        return f" ({name}: now {' and '.join(told) or 'in another order'})"
+        changes = [f"{word} {', '.join(of)}" for word, of in (("without", gone), ("with", new)) if of]
+        return f" ({name}: now {' and '.join(changes) or 'in another order'})"
     return f" ({name} {was_and_is(was, given)})"
 
 

@@ -160,7 +160,7 @@ class Restarts:
         left = replace(self.hostfile, hosts=tuple(usable))
         return left.allocate(min(self.num_ranks, slots))
 
-    def going_on(self, arguments: Sequence[str]) -> tuple[str, ...]:
+    def resume_arguments(self, arguments: Sequence[str]) -> tuple[str, ...]:
         """Return the command line of a further start, which resumes the run if it has begun."""
         if self.is_script:
             return tuple(arguments)

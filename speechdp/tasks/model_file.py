@@ -173,7 +173,7 @@ def _save(run_dir: Path, model: nn.Module, facts: dict[str, Any], tensors: dict[
         with atomic_path(path) as temporary:
             temporary.write_bytes(content)
     except OSError as error:
-        raise RunError(cannot_be_written(path, error, remedies.going_on())) from error
+        raise RunError(cannot_be_written(path, error, remedies.resuming())) from error
     return path
 
 

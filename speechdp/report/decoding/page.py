@@ -75,11 +75,11 @@ def write_decoding_page(result: DecodingResult, dataset: Dataset, run_dir: Path)
 
 
 def _aligned(result: DecodingResult) -> list[AlignedUtterance]:
-    told = judged(result.utterances)
-    aligned = align_words([one.ref for one in told], [one.hyp for one in told])
+    transcribed = judged(result.utterances)
+    aligned = align_words([one.ref for one in transcribed], [one.hyp for one in transcribed])
     return [
         AlignedUtterance(one.utterance_id, one.speaker, words)
-        for one, words in zip(told, aligned, strict=True)
+        for one, words in zip(transcribed, aligned, strict=True)
     ]
 
 

@@ -141,12 +141,12 @@ def _limits(gpus: Sequence[_Gpu]) -> str:
 
 
 def _other_users(gpus: Sequence[_Gpu]) -> str:
-    told = [gpu for gpu in gpus if gpu.conditions.others is not None]
-    if not told:
+    reporting = [gpu for gpu in gpus if gpu.conditions.others is not None]
+    if not reporting:
         return ""
-    used = [(gpu, text) for gpu in told if (text := _others_text(gpu.conditions))]
+    used = [(gpu, text) for gpu in reporting if (text := _others_text(gpu.conditions))]
     if not used:
-        which = "the" if len(told) == len(gpus) else f"{len(told)} of the"
+        which = "the" if len(reporting) == len(gpus) else f"{len(reporting)} of the"
         return f"Nobody else was seen on {which} GPU{'s' if len(gpus) > 1 else ''}."
     named = [f"{gpu}: {text}" for gpu, text in used[:_NAMED_GPUS]]
     num_more = len(used) - _NAMED_GPUS

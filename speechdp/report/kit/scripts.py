@@ -34,9 +34,9 @@ def distinct_trainings(runs: Sequence[RunResult]) -> int:
 
     Runs with whole scores only (such as an accuracy of 1) always count, because such scores may coincide.
     """
-    told = [run for run in runs if run.kind is SCRIPT and any(map(_is_broken, _scores(run)))]
-    curves = {tuple((each.step, each.score) for each in run.evaluations) for run in told}
-    return len(runs) - len(told) + len(curves)
+    broken = [run for run in runs if run.kind is SCRIPT and any(map(_is_broken, _scores(run)))]
+    curves = {tuple((each.step, each.score) for each in run.evaluations) for run in broken}
+    return len(runs) - len(broken) + len(curves)
 
 
 def _scores(run: RunResult) -> list[float]:

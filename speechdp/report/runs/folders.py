@@ -371,12 +371,12 @@ def _read_word_errors(path: Path, problems: list[str]) -> WordErrors | None:
     wer = number(record, "wer")
     if wer is None:
         if number(record, "words") == 0:  # if words were recognised, the rate is infinite
-            said = (
+            problem = (
                 "its transcripts have no words, so that there is no word error rate; decode another --split"
             )
         else:
-            said = "no word error rate in it; decode the run again"
-        problems.append(f"{path.name}: {said}")
+            problem = "no word error rate in it; decode the run again"
+        problems.append(f"{path.name}: {problem}")
         return None
     counts = {key: number(record, key) for key in ("words", "insertions", "deletions", "substitutions")}
     whole = {key: None if value is None else int(value) for key, value in counts.items()}

@@ -20,8 +20,8 @@ _OF_RECOGNISER = (
 
 def speech_caption(rows: Sequence[RunFigures]) -> str:
     """Return the note on the table of these runs; on word errors only if a recogniser decoded any."""
-    heard = any(row.run.spoken is not None and row.run.spoken.word_errors for row in rows)
-    return f"{_OF_RECOGNISER} {_INTERVALS}" if heard else _INTERVALS
+    has_word_errors = any(row.run.spoken is not None and row.run.spoken.word_errors for row in rows)
+    return f"{_OF_RECOGNISER} {_INTERVALS}" if has_word_errors else _INTERVALS
 
 
 def _figure(

@@ -78,7 +78,7 @@ def test_it_is_said_where_the_main_thread_waits_for_another_rank(tmp_path: Path)
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_nothing_is_said_where_a_rank_has_said_why(tmp_path: Path, number: int) -> None:
-    assert end_of("environment.note_told()", tmp_path, number=1) == (0, "")
+    assert end_of("environment.note_reported()", tmp_path, number=1) == (0, "")
     assert end_of(ENDED_HERE, tmp_path, number) == (-signal.SIGTERM, "")
 
 

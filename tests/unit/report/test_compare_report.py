@@ -23,7 +23,7 @@ from speechdp.report.compare.panels import make_canvas, make_panels, mean_curve
 from speechdp.report.compare.report import write_comparison as write_report
 from speechdp.report.compare.table import make_tables, written
 from speechdp.report.kit.canvas import dashes
-from speechdp.report.kit.choice import told_apart
+from speechdp.report.kit.choice import word_error_sentences
 from speechdp.report.kit.columns import OVER_LOWEST, FigureColumn
 from speechdp.report.kit.pages import WrittenReport
 from speechdp.report.kit.theme import PRINT
@@ -492,10 +492,10 @@ def test_rates_that_nothing_is_known_of_are_not_said_to_be_as_low(tmp_path: Path
     a, b = _groups(_compared_by_utterance(tmp_path / "out", more=0.01)).values()
     assert a.word_errors is not None
     old = replace(a, strategy="old", word_errors=replace(a.word_errors, wer=0.5, low=0.4, utterances=None))
-    assert told_apart([a, b, old], lambda group: group.strategy) == [
+    assert word_error_sentences([a, b, old], lambda group: group.strategy) == [
         "Word error rates: none is surely above the lowest, that of b; not known by utterance and seeds: old."
     ]
-    assert told_apart([b, old], lambda group: group.strategy) == []
+    assert word_error_sentences([b, old], lambda group: group.strategy) == []
 
 
 def test_errors_of_other_decodings_are_told_and_left_aside(tmp_path: Path) -> None:
