@@ -182,7 +182,7 @@ def _may_be_chance(one: Group, best: Group, accurate: Sequence[Group]) -> str:
     compared = [one, *(group for group in accurate if group is not one)]
     least = _least_detectable(compared)
     is_open = least is not None and 0 < _score(best) - _score(one) < least
-    return ", which may be chance of the seeds" if is_open else ""
+    return ", which may be due to the seeds" if is_open else ""
 
 
 def _by_chance(accurate: Sequence[Group]) -> list[str]:
@@ -194,7 +194,7 @@ def _by_chance(accurate: Sequence[Group]) -> list[str]:
     apart = metric.labelled(metric.number(least))
     return [
         f"On {accurate[0].ranks} ranks, among those accurate enough, differences below {apart} may be "
-        "chance of the seeds alone (95 %)."
+        "due to the seeds alone (95 %)."
     ]
 
 
@@ -284,9 +284,7 @@ def _cautions(groups: Sequence[Group]) -> tuple[str, ...]:
     for group in groups:
         notes += _of_single_runs(group)
     if any(group.failures and group.figures and group.ranks > 1 for group in groups):
-        notes.append(
-            "A strategy all of whose seeds have come to their end goes before one of which some failed."
-        )
+        notes.append("A strategy of which all seeds finished is preferred to one of which some failed.")
     notes += [_averaged(groups), _still_to_come(groups)]
     note = several_tasks([run.result for group in groups for run in group.runs if run.result is not None])
     if note:
@@ -314,7 +312,7 @@ def _of_single_runs(group: Group) -> list[str]:
     notes = []
     for run in group.unjudged:
         lacks = _lacks_score(run, group_terms([group]).metric.name)
-        notes.append(f"{_title(run)}: {lacks}; a strategy all of whose seeds have one goes before it.")
+        notes.append(f"{_title(run)}: {lacks}; strategies of which all seeds have one are preferred.")
     for run in group.finished:
         if run.result is not None and len(run.result.sizes) > 1:
             sizes = " and then ".join(map(str, run.result.sizes))
@@ -334,8 +332,7 @@ def _still_to_come(groups: Sequence[Group]) -> str:
         return ""
     have, them = ("has", "it") if waiting == 1 else ("have", "them")
     return (
-        f"{counted(waiting, 'run')} {have} not finished yet; the command of the comparison goes on with "
-        f"{them}."
+        f"{counted(waiting, 'run')} {have} not finished yet; the command of the comparison continues {them}."
     )
 
 

@@ -362,9 +362,7 @@ def test_doubts_about_predictions_are_told_where_something_rests_on_them(tmp_pat
     assert "predict" not in cautions(Search(record, {}, loads={}))
     mpi_busy = {"mpi": OutsideLoad(0.98, 0.0)}
     busy = cautions(Search(record, {}, loads=mpi_busy))
-    assert (
-        "(mpi: 0.98 cores busy with other work), by which predictions may be off: what was ruled out" in busy
-    )
+    assert "(mpi: 0.98 cores busy with other work), so predictions may be wrong: what was ruled out" in busy
     assert "(1 setting) should be searched for again" in busy and "back-end was chosen" not in busy
     failed = replace(record, backends=(*record.backends, BackendRecord("torch")))
     assert "back-end was chosen" not in cautions(Search(failed, {}, loads=mpi_busy))
