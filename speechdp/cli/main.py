@@ -42,13 +42,13 @@ from speechdp.process.ending import (
     end_by_exception,
     end_by_held_warning,
     heed_put_off,
+    ignore_signals,
     interrupts_raise,
     is_ended_by_mpirun,
     leave,
     leave_if_ended_by_mpirun,
-    outlast_signals,
 )
-from speechdp.process.garbage import look_for_garbage_seldom
+from speechdp.process.garbage import collect_garbage_less_often
 from speechdp.process.notices import print_message
 from speechdp.process.output import STDERR, is_read, keep_standard_streams, lost_output
 from speechdp.process.shortage import shortage
@@ -211,7 +211,7 @@ _BROKEN_PIPE = 141
 
 def main() -> None:
     """Run the subcommand in sys.argv and exit with its code."""
-    look_for_garbage_seldom()
+    collect_garbage_less_often()
     use_utf8()
     keep_standard_streams()
     launch = announced()
@@ -229,9 +229,9 @@ def main() -> None:
             exit_code = run(sys.argv[1:])
         except SystemExit as stop:  # of an argument parser, also after --help
             exit_code = _exit_code_of(stop)
-        outlast_signals()
+        ignore_signals()
     except (KeyboardInterrupt, Ended) as end:  # while `run` told of something else
-        outlast_signals()
+        ignore_signals()
         leave_if_ended_by_mpirun(end)
         text, exit_code = describe_end(end)
         print_message(text)

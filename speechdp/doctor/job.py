@@ -104,7 +104,7 @@ def run_probe(
     for reader in readers:
         reader.start()
     try:
-        if _hear(job, lines, limit_s):
+        if _read_output(job, lines, limit_s):
             job.exit_code = process.wait(_MARGIN_S)
     except subprocess.TimeoutExpired:
         pass  # the launcher has closed its output, but does not end
@@ -113,26 +113,26 @@ def run_probe(
     return job
 
 
-def _hear(job: JobRecord, lines: queue.SimpleQueue[tuple[str, bytes | None]], limit_s: float) -> bool:
+def _read_output(job: JobRecord, lines: queue.SimpleQueue[tuple[str, bytes | None]], limit_s: float) -> bool:
     """Read lines until both streams have ended; return False if no report arrived for too long."""
     listener, launcher = ReportListener(), LauncherOutput()
     limits_s = {-1: limit_s}
-    last_line_s = time.monotonic()
+    last_report_s = time.monotonic()
     open_streams = 2
     while open_streams:
         try:
-            left_s = last_line_s + max(limits_s.values()) + _MARGIN_S - time.monotonic()
+            left_s = last_report_s + max(limits_s.values()) + _MARGIN_S - time.monotonic()
             name, line = lines.get(timeout=max(0.1, left_s))
         except queue.Empty:
             break
         if line is None:
             open_streams -= 1
             continue
-        report = listener.hear(line.decode(errors="replace")) if name == "out" else None
+        report = listener.read(line.decode(errors="replace")) if name == "out" else None
         if report is not None:
             job.note(report)
             limits_s[report.rank] = max(limit_s, report.limit_s)
-            last_line_s = time.monotonic()
+            last_report_s = time.monotonic()
         elif name == "err" or b"@speechdp-doctor" not in line:
             _keep(job, launcher.feed(line) if name == "err" else line)
     _keep(job, launcher.end())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from speechdp.counting import counted
-from speechdp.doctor.finding import Finding, grouped, minority, ok, some_of, who_has_what
+from speechdp.doctor.finding import Finding, grouped, hosts_by_value, minority, ok, some_of
 from speechdp.doctor.seen import Rank, by_host
 
 _FULL_BYTES = 100 << 20
@@ -31,7 +31,7 @@ def judge_data(ranks: Sequence[Rank], data: str) -> list[Finding]:
             findings.append(Finding("data", "fail", found, (host,), remedy))
     checksums = {host: str(facts["checksum"])[:12] for host, facts in good.items()}
     if len(set(checksums.values())) > 1:
-        found = f"data.json differs: {who_has_what(checksums)}"
+        found = f"data.json differs: {hosts_by_value(checksums)}"
         remedy = "prepare the data once and copy or share that folder"
         findings.append(Finding("data", "fail", found, minority(checksums), remedy))
     if not findings:

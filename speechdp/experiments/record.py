@@ -12,7 +12,7 @@ from typing import Any
 from speechdp.errors import ConfigError, RunError
 from speechdp.files import cannot_be_written, record_cannot_be_read, write_text_atomically
 from speechdp.json_input import other_version, parse_json
-from speechdp.parallel.run_files import difference, was_and_is
+from speechdp.parallel.run_files import change_text, difference
 from speechdp.report.runs.records import RECORD_VERSION
 
 #: States of a run or job.
@@ -137,7 +137,7 @@ def _change_text(name: str, was: Any, given: Any) -> str:
         gone, new = ([str(x) for x in one if x not in other] for one, other in ((was, given), (given, was)))
         changes = [f"{word} {', '.join(of)}" for word, of in (("without", gone), ("with", new)) if of]
         return f" ({name}: now {' and '.join(changes) or 'in another order'})"
-    return f" ({name} {was_and_is(was, given)})"
+    return f" ({name} {change_text(was, given)})"
 
 
 def _whole(value: Any, default: Any) -> Any:

@@ -30,7 +30,7 @@ from speechdp import remedies
 from speechdp.errors import ConfigError, FolderInUseError, RunError
 from speechdp.files import cannot_be_written, hand_over
 from speechdp.json_input import parse_json
-from speechdp.ownership.claimant import Claimant, Fate
+from speechdp.ownership.claimant import Claimant, ProcessState
 
 OWNER_FILE = "owner.json"
 _MOST_BYTES = 1 << 16
@@ -268,11 +268,11 @@ class FolderOwner:
             StopAsked: this process was asked to stop while it waited.
         """
         other, me = sight.claimant, self._claimant
-        fate = Fate.UNKNOWN if other is None else me.fate_of(other)
+        fate = ProcessState.UNKNOWN if other is None else me.fate_of(other)
         in_its_place = other is not None and me.comes_after(other)
-        if fate is Fate.GONE or (in_its_place and fate is Fate.UNKNOWN):
+        if fate is ProcessState.GONE or (in_its_place and fate is ProcessState.UNKNOWN):
             return True
-        if fate is Fate.ALIVE and not in_its_place:
+        if fate is ProcessState.ALIVE and not in_its_place:
             raise self._refusal(sight)
         timing = self._surroundings.timing
         self._surroundings.print_line(
@@ -286,7 +286,7 @@ class FolderOwner:
             chain = self._chain()
             if not chain or chain[-1].key != sight.key:
                 return False
-            if other is not None and me.fate_of(other) is Fate.GONE:
+            if other is not None and me.fate_of(other) is ProcessState.GONE:
                 return True
             if chain[-1].changed_ns != sight.changed_ns and not in_its_place:
                 raise self._refusal(chain[-1])

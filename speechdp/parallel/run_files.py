@@ -425,7 +425,7 @@ def difference(
     """
     if not isinstance(begun, dict) or given is None:
         return ""
-    found = [f"{name} {was_and_is(was, now)}" for name, was, now in differing(begun, given, defaults)]
+    found = [f"{name} {change_text(was, now)}" for name, was, now in differing(begun, given, defaults)]
     return f" ({'; '.join(found)})" if found else ""
 
 
@@ -446,7 +446,7 @@ def differing(
             yield f"--{name.replace('_', '-')}", before, value
 
 
-def was_and_is(before: Any, now: Any) -> str:
+def change_text(before: Any, now: Any) -> str:
     """Describe the change of a setting: `was 1, is 5`."""
 
     def text(value: Any) -> str:

@@ -186,7 +186,7 @@ def end_by_held_warning() -> None:
         _raise(signum, None)
 
 
-def outlast_signals() -> None:
+def ignore_signals() -> None:
     """Let signals raise no longer: the work is done, and a process that exits must not count as stopped.
 
     A warning then has no effect; of other signals, the second ends a process that takes long to exit.

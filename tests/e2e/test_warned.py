@@ -238,7 +238,7 @@ class Late:  # what is still there is taken down last of all, when Python heeds 
         sleep(1.0)
 
 sys.kept = Late()
-ending.outlast_signals()
+ending.ignore_signals()
 """
     assert _run(program, number) == (0, "")
 

@@ -23,7 +23,7 @@ _ASKED = (
 )
 
 
-def heed_mpirun_end() -> None:
+def handle_mpirun_end() -> None:
     """Let SIGTERM end this rank of an unsupervised mpirun, and let rank 0 say so.
 
     Call it in the main thread, before `end_by_exception`.

@@ -296,7 +296,7 @@ def carry_out(
         start_s = time.monotonic()
         message = training.run(run, run_dir)
         wall_s = time.monotonic() - start_s
-    print_line(f"{place}: {run_news(run_dir, message, wall_s, metric)}")
+    print_line(f"{place}: {run_summary(run_dir, message, wall_s, metric)}")
     return message, wall_s
 
 
@@ -349,7 +349,7 @@ def _training_time_s(run_dir: Path) -> float:
     return (evaluations[-1].time_s or 0.0) if evaluations else 0.0
 
 
-def run_news(run_dir: Path, message: str | None, wall_s: float | None, metric: str = "") -> str:
+def run_summary(run_dir: Path, message: str | None, wall_s: float | None, metric: str = "") -> str:
     """Return a line with the figures of a run, or why it failed."""
     if message is not None:
         return f"failed: {message}"

@@ -106,7 +106,7 @@ class Profiler:
             self._print_line(f"{place}: failed: {message}")
             return
         self._note_device(job)
-        self._print_line(f"{place}: {news(job, self._request.settings.warmup_steps)}")
+        self._print_line(f"{place}: {job_summary(job, self._request.settings.warmup_steps)}")
 
     def _run(self, job: PlannedJob) -> ProfileJob | str:
         """Run a job; return its records, or the cause of failure."""
@@ -186,7 +186,7 @@ def _named(key: str) -> str:
     return {"steps": "--steps", "warmup_steps": "--warmup", "threads": "--threads"}.get(key, key)
 
 
-def news(job: ProfileJob, warmup: int) -> str:
+def job_summary(job: ProfileJob, warmup: int) -> str:
     """Return one line with the time of a step, or of the module that ran alone, as in the tables."""
     costs = job_costs(job, warmup)
     if job.kind in MODULES and job.kind in costs:

@@ -14,10 +14,10 @@ import pytest
 BEGIN = """
 import os, signal, sys, threading, time
 from speechdp.comm import environment
-from speechdp.comm.startup.mpirun_end import heed_mpirun_end
+from speechdp.comm.startup.mpirun_end import handle_mpirun_end
 from speechdp.parallel.stop import StopRequest
 from speechdp.process.ending import Ended, end_by_exception, leave_if_ended_by_mpirun
-heed_mpirun_end()
+handle_mpirun_end()
 end_by_exception((signal.SIGTERM,))
 """
 #: Waits as for another rank amid MPI, where Python runs no handler: what it says comes from there already.

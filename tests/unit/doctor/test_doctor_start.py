@@ -215,14 +215,14 @@ def test_a_launcher_that_failed_for_no_known_reason() -> None:
 
 FAKE_LAUNCHER = """
 import os, subprocess, sys, time
-from speechdp.doctor.wire import Report, Speaker
-Speaker(0).say(Report(0, "node", is_end=False, limit_s=0.2))
+from speechdp.doctor.wire import Report, ReportWriter
+ReportWriter(0).write(Report(0, "node", is_end=False, limit_s=0.2))
 print("a word", file=sys.stderr)
 if {hangs}:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     print("child", child.pid, flush=True)
     time.sleep(600)
-Speaker(0).say(Report(0, "node", is_end=True, facts={{"host": "n1"}}))
+ReportWriter(0).write(Report(0, "node", is_end=True, facts={{"host": "n1"}}))
 sys.exit(3)
 """
 
