@@ -451,7 +451,7 @@ def _parsed(name: str, arguments: Sequence[str], print_line: Callable[[str], Non
         words = with_config([*arguments, f"--config={record}"], lambda: kind, {}, lambda text: None)
         resumed = parse(name, words)
     except ConfigError as error:
-        try:  # what is given makes it another run, which is told with all that differs
+        try:  # the options given make it another run; this message lists all differences
             return parse(name, arguments)
         except ConfigError:
             raise error from None

@@ -112,7 +112,7 @@ class AcousticScorer:
 
         Args:
             utterances: features, (T, F) each.
-            outputs: is told the posteriors; None: nobody asks.
+            outputs: receives the posteriors; None: nobody needs them.
         """
         numbered = enumerate(utterances)
         while window := list(itertools.islice(numbered, _WINDOW)):

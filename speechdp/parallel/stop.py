@@ -29,7 +29,7 @@ from speechdp.timing.timeline import Span, Timeline
 _INTERVAL_S = 1.0
 _EVALUATION, _CUT = "evaluation:", "cut:"
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_ON_INTERRUPT = b"\nspeechdp: interrupted: ends as soon as it can be gone on with; Ctrl-C again: at once\n"
+_ON_INTERRUPT = b"\nspeechdp: interrupted: ends as soon as it can be resumed; Ctrl-C again: at once\n"
 
 
 class StopRequest:

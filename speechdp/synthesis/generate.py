@@ -119,7 +119,7 @@ class Synthesiser:
         return encoded
 
     def say(self, texts: Sequence[Symbols]) -> Iterator[tuple[int, Speech]]:
-        """Yield (position in `texts`, speech), not in order: texts of similar length are said together.
+        """Yield (position in `texts`, speech), in any order: similar lengths are synthesised together.
 
         The speech for a text does not depend on the other texts, except with dropout.
         """
