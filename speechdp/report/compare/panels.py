@@ -160,7 +160,7 @@ def draw_staleness(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas
                 width * 0.92,
                 color=canvas.colours[group.label],
             )
-            canvas.tip(bar, f"{group.label}, age {age}: {share:.1f} % of {sum(ages):,} exchanges")
+            canvas.tip(bar, f"{group.label}, staleness {age}: {share:.1f} % of {sum(ages):,} exchanges")
     names = [str(age) for age in range(oldest + 1)]
     if max(len(group.ages) for group in shown) > oldest + 1:
         names[-1] += "+"
