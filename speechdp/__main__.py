@@ -19,11 +19,11 @@ def _heed_mpirun() -> None:
     """Let rank 0 say that mpirun ends its ranks, unless `speechdp launch` supervises mpirun and says so."""
     if "OMPI_COMM_WORLD_RANK" not in os.environ:
         return  # before anything more is imported
-    from speechdp.comm.startup.mpirun_end import heed_mpirun_end  # noqa: PLC0415
+    from speechdp.comm.startup.mpirun_end import handle_mpirun_end  # noqa: PLC0415
     from speechdp.launching.variables import LAUNCH  # noqa: PLC0415
 
     if LAUNCH not in os.environ:
-        heed_mpirun_end()
+        handle_mpirun_end()
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def t_quantile(freedom: int, outside: float = 1 - CONFIDENCE) -> float:
     return high
 
 
-def least_told(groups: Sequence[Sequence[float]]) -> float | None:
+def least_detectable(groups: Sequence[Sequence[float]]) -> float | None:
     """Return the least difference between means of groups that chance is unlikely to explain.
 
     Among equal groups, however many, the means of any two differ by as much in at most 5 % of cases.  The
@@ -70,7 +70,7 @@ def least_told(groups: Sequence[Sequence[float]]) -> float | None:
         has two values, or the values within every group are equal: then nothing is known about chance.
 
     Example:
-        >>> round(least_told([[1.0, 3.0], [2.0, 4.0]]), 2)
+        >>> round(least_detectable([[1.0, 3.0], [2.0, 4.0]]), 2)
         6.08
     """
     filled = [group for group in groups if group]

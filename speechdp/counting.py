@@ -21,7 +21,7 @@ def agreeing(number: int, predicate: str) -> str:
     return f"{_OF_ONE[verb]}{blank}{rest}" if number == 1 else predicate
 
 
-def said_of(number: int, noun: str, predicate: str) -> str:
+def counted_clause(number: int, noun: str, predicate: str) -> str:
     """Return a number, a noun and a predicate that agrees (`agreeing`): `1 file has 8000 Hz`."""
     return f"{counted(number, noun)} {agreeing(number, predicate)}"
 

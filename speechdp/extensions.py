@@ -380,9 +380,9 @@ def _convert(where: str, text: str, kind: Any) -> Any:
         try:
             return kind.parse(text)
         except (ValueError, ConfigError) as error:
-            said = one_line(error)
-            given = where if repr(text) in said else f"{where}={text!r}"  # once is enough
-            raise ConfigError(f"{given}: {said}") from error
+            message = one_line(error)
+            given = where if repr(text) in message else f"{where}={text!r}"  # once is enough
+            raise ConfigError(f"{given}: {message}") from error
     if typing.get_origin(kind) is typing.Literal:
         if text not in typing.get_args(kind):
             raise ConfigError(f"{where}={text!r}: choose one of {', '.join(typing.get_args(kind))}")

@@ -62,7 +62,7 @@ class LineFile:
             raise self._failure(error) from error
 
     def _failure(self, error: OSError) -> RunError:
-        return RunError(cannot_be_written(self._path, error, remedies.going_on()))
+        return RunError(cannot_be_written(self._path, error, remedies.resuming()))
 
 
 @dataclass(frozen=True)

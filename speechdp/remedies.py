@@ -41,26 +41,26 @@ def of_part(folder: Path) -> Iterator[None]:
         _parts.remove(folder)
 
 
-def going_on() -> str:
+def resuming() -> str:
     """Return how to continue interrupted work, to complete "free some space, then ..."."""
-    return "continue with --resume" if goes_on_by_option() else "run again"
+    return "continue with --resume" if resumes_by_option() else "run again"
 
 
 def starting_over(folder: Path) -> str:
     """Return how to start the run in `folder` over, as an imperative."""
     if _has("overwrite") and folder not in _parts:
         return "start over with --overwrite"
-    return f"delete {folder}, then {going_on()}"
+    return f"delete {folder}, then {resuming()}"
 
 
-def goes_on_by_option() -> bool:
+def resumes_by_option() -> bool:
     """Return whether the command resumes a run by the option --resume."""
     return _has("resume")
 
 
-def going_on_as_begun() -> str:
+def resuming_as_begun() -> str:
     """Return how to resume a run that was begun with other options than those given, as an imperative."""
-    if goes_on_by_option():
+    if resumes_by_option():
         return "give only --resume, which uses the run's own options"
     return "repeat its command (recorded in run.json)"
 

@@ -143,7 +143,7 @@ def try_one(server: ForkServer, cases: Cases, text: str, keep: Path) -> int:
 def _schedules(num: int, seed: int) -> dict[str, int]:
     from tests.faults.schedules import fuzz_schedules  # noqa: PLC0415  only where they are wanted
 
-    number, differing = fuzz_schedules(num, seed, tell=lambda line: print(line, flush=True))
+    number, differing = fuzz_schedules(num, seed, print_line=lambda line: print(line, flush=True))
     return {"schedules": number, "differing": len(differing)}
 
 

@@ -256,7 +256,9 @@ def start_once(story: Story, out: Path, rng: random.Random, usual_s: float) -> b
     return ended_well
 
 
-def tell(command: Command, expected: dict[str, str], usual_s: float, out: Path, rng: random.Random) -> Story:
+def run_story(
+    command: Command, expected: dict[str, str], usual_s: float, out: Path, rng: random.Random
+) -> Story:
     """Start a command again and again until it ends well, disturbing it; compare what it leaves."""
     story = Story(command)
     while len(story.starts) < _MOST_STARTS:
@@ -291,7 +293,7 @@ def main() -> None:
             subprocess.run(command.line(reference), env=job_environment(), check=True, stdout=sys.stderr)
             undisturbed[command] = models(reference), time.monotonic() - begun
             shutil.rmtree(reference)
-        story = tell(command, *undisturbed[command], out, rng)
+        story = run_story(command, *undisturbed[command], out, rng)
         stories.append(story)
         said = {"command": " ".join(command.arguments[-15:]), "starts": story.starts, "wrong": story.wrong}
         print(json.dumps(said), file=sys.stderr, flush=True)

@@ -36,7 +36,7 @@ from speechdp.launching.mpi.job import LaunchJob
 from speechdp.launching.programs import find_mpirun
 from speechdp.options.run import ModelOptions, TrainOptions
 from speechdp.tasks.model_file import load_model
-from speechdp.train.realign import make_alignments, train_or_go_on
+from speechdp.train.realign import make_alignments, train_or_resume
 from speechdp.train.session import Session
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -168,7 +168,7 @@ def train_trials(session: Session, trials: Sequence[Trial], out: Path, split: st
     for trial in trials:
         name = f"{trial.name}-{comm.size}-{trial.options.seed}"
         run_dir = out / re.sub(r"[^\w.-]+", "-", name)
-        train_or_go_on(session, trial.options, run_dir)
+        train_or_resume(session, trial.options, run_dir)
         wer = None
         if split:
             trained = load_model(run_dir, session.device)

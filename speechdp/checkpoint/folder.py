@@ -92,7 +92,7 @@ def commit(place: CheckpointPlace, entries: dict[int, Entry], size: int) -> None
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def tell(place: CheckpointPlace, rank: int, entry: Entry) -> None:
+def hand_over_entry(place: CheckpointPlace, rank: int, entry: Entry) -> None:
     """Hand over a rank's part to rank 0, which may then delete it together with the folder.
 
     Raises:
@@ -104,18 +104,18 @@ def tell(place: CheckpointPlace, rank: int, entry: Entry) -> None:
     hand_over(temporary, path)
 
 
-def prune(run_dir: Path, written: list[int], gone_on_from: int | None) -> None:
+def prune(run_dir: Path, written: list[int], resumed_from: int | None) -> None:
     """Delete all but the last two complete checkpoints; what cannot be deleted now is deleted next time.
 
     Args:
         written: steps of this start's checkpoints, in order, the newest last.
-        gone_on_from: step of the checkpoint that was loaded; later ones of earlier starts were unreadable.
+        resumed_from: step of the checkpoint that was loaded; later ones of earlier starts were unreadable.
     """
     try:
         steps = list(checkpoint_steps(run_dir))
     except OSError:
         return
-    latest_read = written[-1] if gone_on_from is None else gone_on_from
+    latest_read = written[-1] if resumed_from is None else resumed_from
     whole = [step for step in steps if step <= latest_read or step in written]
     kept = [step for step in whole if step <= written[-1]][:_KEPT]
     for step in set(steps) - set(kept):
@@ -124,5 +124,5 @@ def prune(run_dir: Path, written: list[int], gone_on_from: int | None) -> None:
 
 def not_saved(run_dir: Path, error: OSError) -> str:
     """Return the message for a checkpoint that cannot be written, e.g. on a full disk."""
-    problem = cannot_be_written(run_dir / "checkpoints", error, remedies.going_on())
+    problem = cannot_be_written(run_dir / "checkpoints", error, remedies.resuming())
     return f"{problem}; {last_checkpoint_note(run_dir)}"

@@ -132,8 +132,8 @@ def load_checkpoint(
         # A disk that does not answer may answer later: a run need not be given up for that.
         anew = remedies.starting_over(run_dir)
         remedy = next((f"{p.remedy}, or {anew}" for p in problems if p.remedy), anew)
-        told = "; ".join(problem.text for problem in problems)
-        raise RunError(f"{run_dir / 'checkpoints'}: no checkpoint can be used: {told}; {remedy}")
+        problems_text = "; ".join(problem.text for problem in problems)
+        raise RunError(f"{run_dir / 'checkpoints'}: no checkpoint can be used: {problems_text}; {remedy}")
     return None
 
 
@@ -150,7 +150,7 @@ def _listed(run_dir: Path) -> list[Path]:
         _name_again(run_dir / "checkpoints")
         return _newest_first(run_dir / "checkpoints")
     except OSError as error:
-        raise RunError(cannot_be_read(run_dir / "checkpoints", error, remedies.going_on())) from error
+        raise RunError(cannot_be_read(run_dir / "checkpoints", error, remedies.resuming())) from error
 
 
 def _name_again(folder: Path) -> None:
@@ -167,7 +167,7 @@ def _name_again(folder: Path) -> None:
             try:
                 hand_over(new if new.is_dir() else aside, final)
             except OSError as error:
-                raise RunError(cannot_be_written(final, error, remedies.going_on())) from error
+                raise RunError(cannot_be_written(final, error, remedies.resuming())) from error
 
 
 def _try_load(
@@ -204,8 +204,8 @@ def _try_load(
     except OSError as error:
         _refuse_short_of_memory(folder, error)
         if error.errno not in _LOST:
-            raise RunError(cannot_be_read(folder, error, remedies.going_on())) from error
-        remedy = f"{remedy_of(error, reading=True)}, then {remedies.going_on()}"
+            raise RunError(cannot_be_read(folder, error, remedies.resuming())) from error
+        remedy = f"{remedy_of(error, reading=True)}, then {remedies.resuming()}"
         return None, _Problem(f"{folder}: cannot be read ({disk_reason(error)})", remedy)
     except (
         ValueError,
@@ -238,7 +238,7 @@ def _refuse_short_of_memory(folder: Path, error: Exception) -> None:
 
     If it were skipped, it would be lost: training would resume from an older one, or have to start over.
     """
-    line = no_memory_to_read(folder, error, remedies.going_on())
+    line = no_memory_to_read(folder, error, remedies.resuming())
     if line is not None:
         raise RunError(line) from error
 

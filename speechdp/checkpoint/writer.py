@@ -22,10 +22,10 @@ from speechdp.checkpoint.folder import (
     Entry,
     bytes_written,
     commit,
+    hand_over_entry,
     not_saved,
     prune,
     read_entries,
-    tell,
 )
 from speechdp.checkpoint.rank_file import GivenUpError, Snapshot, take_snapshot, write_rank_file
 from speechdp.checkpoint.state import RankState, last_checkpoint_note
@@ -74,9 +74,9 @@ class CheckpointWriter:
         self._snapshot = Snapshot()
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._is_untold = False
+        self._has_failed_to_hand_over = False
         self._written: list[int] = []
-        self._gone_on_from: int | None = None
+        self._resumed_from: int | None = None
         self._given_up = threading.Event()
 
     def open(self) -> None:
@@ -95,12 +95,12 @@ class CheckpointWriter:
         nonce, problem = comm.broadcast_object((nonce, problem))
         if problem is None:
             probe = self._folder / f".{nonce}.probe"
-            told = comm.allgather_object((host_name(), *self._look_for(probe)))
-            self._hosts = [host for host, _, _ in told]
+            answers = comm.allgather_object((host_name(), *self._look_for(probe)))
+            self._hosts = [host for host, _, _ in answers]
             problem = next(
                 (
                     unreadable or not_shared(self._folder, rank, self._hosts, unseen)
-                    for rank, (_, unseen, unreadable) in enumerate(told)
+                    for rank, (_, unseen, unreadable) in enumerate(answers)
                     if unreadable or unseen
                 ),
                 None,
@@ -131,12 +131,12 @@ class CheckpointWriter:
             return why_unseen(probe), None
         except OSError as error:
             entry = self._problem(error)
-            told = OSError(entry["errno"], entry["problem"])
-            return None, cannot_be_read(self._folder, told, remedies.going_on())
+            reported = OSError(entry["errno"], entry["problem"])
+            return None, cannot_be_read(self._folder, reported, remedies.resuming())
 
-    def go_on_from(self, step: int) -> None:
+    def resume_from(self, step: int) -> None:
         """Record which checkpoint was loaded; it is kept until newer ones replace it."""
-        self._gone_on_from = step
+        self._resumed_from = step
 
     def start(self, step: int, state: RankState) -> Path:
         """Begin to write a checkpoint once the previous one is done; return its final path.  Collective.
@@ -175,7 +175,7 @@ class CheckpointWriter:
         self._join()
         if self._failure is not None and not isinstance(self._failure, RunError):
             raise self._failure
-        if self._failure is not None and self._is_untold:
+        if self._failure is not None and self._has_failed_to_hand_over:
             raise self._failure  # rank 0 still waits for this rank's entry, and joins no exchange before
         problem = None if self._failure is None else str(self._failure)
         for other in self._comm.allgather_object(problem):
@@ -202,7 +202,7 @@ class CheckpointWriter:
             if self._comm.rank == 0:
                 self._complete(place, {0: entry})
             else:
-                self._tell(place, entry)
+                self._hand_over(place, entry)
         except GivenUpError:
             return
         except BaseException as error:  # raised again by `check`, in the thread that trains
@@ -221,11 +221,11 @@ class CheckpointWriter:
             return {"file": path.name, **self._problem(error)}
         return {"file": path.name, "sha256": sha256, "bytes": num_bytes}
 
-    def _tell(self, place: CheckpointPlace, entry: Entry) -> None:
+    def _hand_over(self, place: CheckpointPlace, entry: Entry) -> None:
         try:
-            tell(place, self._comm.rank, entry)
+            hand_over_entry(place, self._comm.rank, entry)
         except OSError as error:
-            self._is_untold = True
+            self._has_failed_to_hand_over = True
             if "problem" not in entry:
                 entry |= self._problem(error)
         if "problem" in entry:
@@ -247,7 +247,7 @@ class CheckpointWriter:
                 shutil.rmtree(place.temporary, ignore_errors=True)
             raise RunError(not_saved(self._run_dir, error)) from error
         self._written.append(place.step)
-        prune(self._run_dir, self._written, self._gone_on_from)
+        prune(self._run_dir, self._written, self._resumed_from)
 
     def _collect(self, place: CheckpointPlace, entries: dict[int, Entry]) -> None:
         silence, pause_s, num_bytes = Stillness(time.monotonic(), LOOK_S), 0.002, 0
@@ -279,6 +279,6 @@ class CheckpointWriter:
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
         return (
             f"{self._folder}: checkpoint is not complete: nothing from {names}{more} for "
-            f"{self._patience_s:g} s; check the disk there, then {remedies.going_on()}; "
+            f"{self._patience_s:g} s; check the disk there, then {remedies.resuming()}; "
             f"{last_checkpoint_note(self._run_dir)}"
         )

@@ -20,7 +20,7 @@ from speechdp.cli.support.script_options import (
     check_training,
     inputs_of,
     owned_folder,
-    say_how_many_failed,
+    report_failures,
     until_stopped,
 )
 from speechdp.counting import counted
@@ -105,7 +105,7 @@ class CompareCommand(StartsJobs):
         return _compare(
             OutFolder(self.out_dir, self.overwrite, inputs_of(self.data, self.options)),
             request.plan,
-            lambda say: OwnTraining(request, starter, say),
+            lambda print_line: OwnTraining(request, starter, print_line),
             _announcement(request),
             starter.threads,
             target=self.target,
@@ -244,7 +244,7 @@ class CompareScriptCommand:
         return _compare(
             OutFolder(self.out_dir, self.overwrite),
             plan,
-            lambda say: ComparedScript(script, starter, race, say, self.out_dir, plan),
+            lambda print_line: ComparedScript(script, starter, race, print_line, self.out_dir, plan),
             [f"{_runs_of(plan)} of {self.script.script}"],
             starter.threads,
             target=self.script.target,
@@ -277,21 +277,21 @@ def _compare(
     from speechdp.experiments.record import FAILED  # noqa: PLC0415
     from speechdp.ownership.overwrite import COMPARISON  # noqa: PLC0415
 
-    say = line_printer(make_console())
+    print_line = line_printer(make_console())
     # Before the folder is emptied, because this refuses an impossible comparison.
-    comparer = Comparer(out.path, plan, training(say), say, metric=metric, threads=threads)
-    with owned_folder(out, "compare", say, COMPARISON):
+    comparer = Comparer(out.path, plan, training(print_line), print_line, metric=metric, threads=threads)
+    with owned_folder(out, "compare", print_line, COMPARISON):
         for line in announcement:
-            say(line)
+            print_line(line)
 
         def work() -> int:
             record = comparer.run()
             print_report(out.path, target, metric)
             failed = sum(run.state == FAILED for run in record.runs)
-            say_how_many_failed(failed, len(record.runs), out.path / LOGS)
+            report_failures(failed, len(record.runs), out.path / LOGS)
             return 1 if failed or record.failed_races else 0
 
-        return until_stopped(out.path, say, work)
+        return until_stopped(out.path, print_line, work)
 
 
 def _runs_of(plan: ComparePlan) -> str:

@@ -12,7 +12,7 @@ from speechdp.counting import counted
 from speechdp.errors import ConfigError
 from speechdp.options.recognition import WITHOUT_EFFECT_ON_CTC, RecognitionOptions
 from speechdp.options.shown import heading, shown
-from speechdp.process.notices import tell, warn
+from speechdp.process.notices import print_message, warn
 
 if TYPE_CHECKING:
     from speechdp.comm.base import Communicator
@@ -104,7 +104,7 @@ class DecodeCommand:
             with opened_split(trained, dataset, self.split, self.run_dir, options, comm):
                 pass  # fails before hours of tuning if the split cannot be decoded
             kept = KeptGraph(self.run_dir, comm)
-            tuned = tune(trained, dataset, self.tune_on, options, comm, say=tell, kept=kept)
+            tuned = tune(trained, dataset, self.tune_on, options, comm, print_line=print_message, kept=kept)
             options, tuning = tuned.options, tuned.record
             if comm.rank == 0:
                 print(tuned.summary())
@@ -134,7 +134,7 @@ class DecodeCommand:
             found = self.search.earlier_weights(self.run_dir, grammar)
         weights, line, normalise = comm.broadcast_object(found)
         if line and comm.rank == 0:
-            tell(line)
+            print_message(line)
         return self.search.with_weights(weights), self.normalise or normalise
 
     def _show(self, result: DecodingResult, dataset: Dataset) -> None:
@@ -147,7 +147,7 @@ class DecodeCommand:
         if result.speakers_remark:
             print(result.speakers_remark)
         if result.name != result.split:
-            tell(
+            print_message(
                 f"{dataset.path} differs from what {self.run_dir} was trained on; these results are kept "
                 f"beside the run's own, as {result.name}"
             )
@@ -156,8 +156,8 @@ class DecodeCommand:
         if result.unknown_remark:
             print(result.unknown_remark)
         if result.untranscribed:
-            untold = counted(result.untranscribed, "utterance")
-            print(f"{untold} without a transcript: recognised, but not counted in the error rate")
+            untranscribed = counted(result.untranscribed, "utterance")
+            print(f"{untranscribed} without a transcript: recognised, but not counted in the error rate")
         if result.retried:
             retried = counted(result.retried, "utterance")
             print(f"{retried} needed a wider beam; without hypothesis: {result.failed}")

@@ -80,7 +80,7 @@ class DoctorCommand:
                 raise RunError(cannot_be_written(file, error)) from error
         return 0 if result.is_sound else exit_codes.FAILED
 
-    def _examine(self, tell: Callable[[str], None]) -> Examination:
+    def _examine(self, print_line: Callable[[str], None]) -> Examination:
         if announced() is not None:
             raise ConfigError("doctor starts its own job: give the command without mpirun, srun or launch")
         if self.num_ranks < 1 or self.bandwidth_mib < 1 or self.part_limit_s <= 0:
@@ -97,7 +97,7 @@ class DoctorCommand:
             remedy = remedy or "name the hosts with --hostfile FILE (hostfiles/ has examples)"
             return Examination([Finding("hosts", "fail", found, (), remedy)])
         hosts = tuple(replace(host, slots=self.num_ranks) for host in hostfile.hosts)
-        return examine(self._request(hosts, hostfile, allocation, mpi_options), tell)
+        return examine(self._request(hosts, hostfile, allocation, mpi_options), print_line)
 
     def _request(
         self,

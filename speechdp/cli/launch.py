@@ -54,12 +54,12 @@ from speechdp.launching.outcome import (
     Target,
     Verdict,
     find_target,
-    how_a_script_goes_on,
+    how_a_script_resumes,
     last_checkpoint,
     verdict,
 )
 from speechdp.launching.programs import find_horovodrun, find_mpirun
-from speechdp.launching.requeue import is_ended_unsaved, is_to_go_on, requeue, why_not_requeued
+from speechdp.launching.requeue import is_ended_unsaved, is_to_be_resumed, requeue, why_not_requeued
 from speechdp.launching.restarts import RestartPolicy, Restarts, find_reachable
 from speechdp.launching.subcommands import check_ranks
 from speechdp.launching.submit import check_command, check_pause
@@ -219,7 +219,7 @@ def launch(options: LaunchCommand, program: tuple[str, ...], *, is_script: bool 
         return _give_back(place.allocation, target, is_script=is_script, is_begun=end.is_begun)
     if options.requeue and target is None and is_ended_unsaved(end, result.exit_code, scheduler):
         why = why_not_requeued(command, end, is_script=is_script)
-        _say(f"job {place.allocation.job_id} is not requeued: {why}")
+        _print_message(f"job {place.allocation.job_id} is not requeued: {why}")
     ended_by_user = end.stop_signal is not None and result.exit_code == exit_codes.STOPPED
     if ended_by_user and place.allocation.scheduler == "lsf":
         return 128 + (end.stop_signal or 0)  # LSF would restart a job that ends with 75
@@ -349,13 +349,13 @@ def _give_back(allocation: Allocation, target: Target | None, *, is_script: bool
         then = "to continue from its checkpoint"
     else:
         then = "to be started again"
-    _say(f"job {allocation.job_id} is requeued by {allocation.scheduler}, {then}")
+    _print_message(f"job {allocation.job_id} is requeued by {allocation.scheduler}, {then}")
     return exit_code
 
 
 def _is_given_back(end: JobEnd, result: Verdict, restarts: Restarts, scheduler: Scheduler | None) -> bool:
     """Return whether --requeue will continue a batch job that has ended in this way."""
-    return is_to_go_on(end, result.exit_code, scheduler, begins_anew=restarts.target is None)
+    return is_to_be_resumed(end, result.exit_code, scheduler, begins_anew=restarts.target is None)
 
 
 def _run_until_done(
@@ -378,7 +378,7 @@ def _run_until_done(
 
     def stopped(end: JobEnd) -> tuple[JobEnd, Verdict]:
         result = _judge(end, restarts)
-        _say(f"{result.reason}{'' if is_given_back(end, result) else result.advice}")
+        _print_message(f"{result.reason}{'' if is_given_back(end, result) else result.advice}")
         return end, result
 
     most = restarts.policy.max_restarts + 1
@@ -387,31 +387,33 @@ def _run_until_done(
         return stopped(_end_before_start(request.signals[0]))
     while True:
         if not reason and os.isatty(STDERR):  # until the ranks print something: imports may take long
-            _say(f"starting {_ranks_on(hosts)}")
+            _print_message(f"starting {_ranks_on(hosts)}")
         end = starter.run(hosts, arguments, reason)
         result = _judge(end, restarts)
         why_not = restarts.why_not(end, result.exit_code)
         if result.reason is not None:
             is_over = why_not is not None and not is_given_back(end, result)
-            _say(result.reason + (result.advice if is_over else ""))
+            _print_message(result.reason + (result.advice if is_over else ""))
         if why_not is not None:
             if why_not:
-                _say(why_not)
+                _print_message(why_not)
             return end, result
         time.sleep(_restart_delay_s(hosts))
         try:
             hosts = restarts.next_hosts(end.faults)
         except ConfigError as error:
             if not request.signals:  # a signal ends the search for hosts, as if none had answered
-                _say(str(error))
+                _print_message(str(error))
                 return end, result  # report the exit code of the fault, not of the signal
         if request.signals:
             return stopped(replace(end, stop_signal=request.signals[0], faults=()))
         without = f"; without {', '.join(restarts.left_out)}" if restarts.left_out else ""
-        arguments, reason = restarts.going_on(command), f"{result.reason or ''}{without}"
+        arguments, reason = restarts.resume_arguments(command), f"{result.reason or ''}{without}"
         where = ", ".join(f"{host.name} ({host.slots})" for host in hosts)
         num_ranks = sum(host.slots for host in hosts)
-        _say(f"start {restarts.number + 1} of {most}: {counted(num_ranks, 'rank')} on {where}{without}")
+        _print_message(
+            f"start {restarts.number + 1} of {most}: {counted(num_ranks, 'rank')} on {where}{without}"
+        )
 
 
 def _end_before_start(signum: int) -> JobEnd:
@@ -426,13 +428,13 @@ def _judge(end: JobEnd, restarts: Restarts) -> Verdict:
     if not restarts.is_script or not end.is_begun:
         return result
     folder = os.environ.get(FOLDER)
-    goes_on = how_a_script_goes_on(
+    script_advice = how_a_script_resumes(
         end,
         result.exit_code,
         Path(folder) if folder else None,
         may_begin_anew=os.environ.get(RESUME) == "1",
     )
-    return replace(result, advice=result.advice + goes_on)
+    return replace(result, advice=result.advice + script_advice)
 
 
 def _restart_delay_s(hosts: Sequence[Host]) -> float:
@@ -602,7 +604,7 @@ def _warn_of_short_grace(options: LaunchCommand, hosts: Sequence[Host]) -> None:
     """Warn that ranks on other hosts get less time to save than requested."""
     asked = options.requeue or options.grace_s != _GRACE_S
     if asked and _is_over_gloo(options) and not _are_here(hosts):
-        _say(
+        _print_message(
             "warning: horovodrun over Gloo kills ranks on other hosts 5 s after it is asked to end, whatever "
             "--grace-s says; where saving takes longer, leave out --controller gloo, or use --launcher mpirun"
         )
@@ -629,7 +631,7 @@ def _ranks_on(hosts: Sequence[Host]) -> str:
     return f"{counted(sum(host.slots for host in hosts), 'rank')} on {counted(len(hosts), 'host')}"
 
 
-def _say(message: str) -> None:
+def _print_message(message: str) -> None:
     sys.stdout.flush()
     if is_read(STDERR):
         print(f"speechdp launch: {message}", file=sys.stderr, flush=True)

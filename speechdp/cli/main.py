@@ -28,7 +28,7 @@ from speechdp.cli.support.config_file import (
 )
 from speechdp.cli.support.help_text import option_rules, wrapped_paragraphs
 from speechdp.cli.support.refusals import boxes_as_lines
-from speechdp.comm.environment import announced, note_told
+from speechdp.comm.environment import announced, note_reported
 from speechdp.counting import did_you_mean
 from speechdp.errors import ConfigError, SpeechDPError, UsageError
 from speechdp.files import cannot_be_used
@@ -42,14 +42,14 @@ from speechdp.process.ending import (
     end_by_exception,
     end_by_held_warning,
     heed_put_off,
+    ignore_signals,
     interrupts_raise,
     is_ended_by_mpirun,
     leave,
     leave_if_ended_by_mpirun,
-    outlast_signals,
 )
-from speechdp.process.garbage import look_for_garbage_seldom
-from speechdp.process.notices import tell
+from speechdp.process.garbage import collect_garbage_less_often
+from speechdp.process.notices import print_message
 from speechdp.process.output import STDERR, is_read, keep_standard_streams, lost_output
 from speechdp.process.shortage import shortage
 from speechdp.process.utf8 import use_utf8
@@ -211,7 +211,7 @@ _BROKEN_PIPE = 141
 
 def main() -> None:
     """Run the subcommand in sys.argv and exit with its code."""
-    look_for_garbage_seldom()
+    collect_garbage_less_often()
     use_utf8()
     keep_standard_streams()
     launch = announced()
@@ -229,14 +229,14 @@ def main() -> None:
             exit_code = run(sys.argv[1:])
         except SystemExit as stop:  # of an argument parser, also after --help
             exit_code = _exit_code_of(stop)
-        outlast_signals()
+        ignore_signals()
     except (KeyboardInterrupt, Ended) as end:  # while `run` told of something else
-        outlast_signals()
+        ignore_signals()
         leave_if_ended_by_mpirun(end)
         text, exit_code = describe_end(end)
-        tell(text)
+        print_message(text)
     sys.stdout.flush()
-    exit_code = _told_of_lost_output(exit_code)
+    exit_code = _report_lost_output(exit_code)
     if exit_code in (0, exit_codes.STOPPED):
         leave(exit_code)
     sys.exit(exit_code)
@@ -249,7 +249,7 @@ def _exit_code_of(end: SystemExit) -> int:
     return exit_codes.FAILED
 
 
-def _told_of_lost_output(exit_code: int) -> int:
+def _report_lost_output(exit_code: int) -> int:
     """Report lost output, unless that is done elsewhere; return the exit code for it."""
     lost = lost_output()
     if lost is None or exit_code != 0:
@@ -258,7 +258,7 @@ def _told_of_lost_output(exit_code: int) -> int:
     if reader_has_gone:  # `speechdp ... | head`
         return _BROKEN_PIPE
     if is_read(STDERR):
-        tell(f"{text}; free some space there, or send it elsewhere")
+        print_message(f"{text}; free some space there, or send it elsewhere")
     return exit_codes.FAILED
 
 
@@ -273,7 +273,7 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     if name not in SUBCOMMANDS:
         meant = did_you_mean(name, SUBCOMMANDS)
-        tell(f"unknown command {name!r}{meant}\n\n{_overview()}")
+        print_message(f"unknown command {name!r}{meant}\n\n{_overview()}")
         return exit_codes.USAGE
     # OpenMP's threads spin while they wait: beside another busy process a rank would crawl.  Read by torch.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -281,14 +281,14 @@ def run(arguments: Sequence[str]) -> int:
     try:
         if name != "launch":
             end_by_held_warning()
-        command = _parsed(name, _with_config(name, rest), _told_by_rank_0)
+        command = _parsed(name, _with_config(name, rest), _print_on_rank_0)
         heed_put_off()
         options = _options_of(command)
         with remedies.of_command(options):
             exit_code: int = command.run()
     except SpeechDPError as error:
-        text, exit_code = _told(error, _of_forwarded(name, rest)), error.exit_code
-        _let_rank_0_tell()
+        text, exit_code = _line_of(error, _of_forwarded(name, rest)), error.exit_code
+        _let_rank_0_report()
     except OSError as error:
         line = cannot_be_used(error)
         if line is None:
@@ -299,7 +299,7 @@ def run(arguments: Sequence[str]) -> int:
         text, exit_code = describe_end(end)
         if name in _GOING_ON and isinstance(end, Ended) and end.is_warning and announced() is None:
             text, exit_code = STOPPED_BEFORE, exit_codes.STOPPED
-        _let_rank_0_tell()
+        _let_rank_0_report()
     except (MemoryError, RuntimeError) as error:  # torch's are RuntimeErrors
         with remedies.of_command(options):
             line = shortage(error)
@@ -308,16 +308,16 @@ def run(arguments: Sequence[str]) -> int:
         text, exit_code = line, exit_codes.CRASHED
     else:
         return exit_code
-    tell(text)
+    print_message(text)
     return exit_code
 
 
-def _told(error: SpeechDPError, arguments: Sequence[str]) -> str:
+def _line_of(error: SpeechDPError, arguments: Sequence[str]) -> str:
     """Return an error's line; where the value that it refuses stands in a --config file, with that."""
     return of_its_file(str(error), arguments) if isinstance(error, ConfigError) else str(error)
 
 
-def _let_rank_0_tell() -> None:
+def _let_rank_0_report() -> None:
     """Wait on other ranks, in a job, until rank 0 has told what is wrong and the launcher has ended them.
 
     What stops a command before its ranks have met is mostly so on all of them, and one line says it.
@@ -325,7 +325,7 @@ def _let_rank_0_tell() -> None:
     launch = announced()
     if launch is not None and launch.rank > 0:
         time.sleep(_AFTER_RANK_0_S)
-    note_told()
+    note_reported()
 
 
 def _options_of(command: Any) -> set[str]:
@@ -370,8 +370,8 @@ def parse(name: str, arguments: Sequence[str]) -> Any:
         before_command = f"write -- before the command: ... -- {inner} ..."
     own = shown[: shown.index("--")] if "--" in shown else shown
     is_help = bool({"-h", "--help"} & set(own))
-    file_told = _file_told() if is_help and name not in _WITH_COMMAND else nullcontext()
-    with file_told, wrapped_paragraphs() if is_help else boxes_as_lines(name, before_command):
+    hint = _config_file_hint() if is_help and name not in _WITH_COMMAND else nullcontext()
+    with hint, wrapped_paragraphs() if is_help else boxes_as_lines(name, before_command):
         options = tyro.cli(
             kind,
             prog=f"speechdp {name}",
@@ -384,7 +384,7 @@ def parse(name: str, arguments: Sequence[str]) -> Any:
 
 
 @contextmanager
-def _file_told() -> Iterator[None]:
+def _config_file_hint() -> Iterator[None]:
     """Say below the help that the block prints how options are given by a file."""
     try:
         yield
@@ -417,7 +417,7 @@ def _with_config(name: str, arguments: Sequence[str]) -> Sequence[str]:
         return found
 
     refused = {} if of_script else command.refused
-    return with_config(arguments, of_command, refused, _told_by_rank_0)
+    return with_config(arguments, of_command, refused, _print_on_rank_0)
 
 
 def _of_forwarded(name: str, arguments: Sequence[str]) -> Sequence[str]:
@@ -428,13 +428,13 @@ def _of_forwarded(name: str, arguments: Sequence[str]) -> Sequence[str]:
     return _of_forwarded(inner[0], inner[1:]) if inner and inner[0] in SUBCOMMANDS else ()
 
 
-def _parsed(name: str, arguments: Sequence[str], say: Callable[[str], None]) -> Any:
+def _parsed(name: str, arguments: Sequence[str], print_line: Callable[[str], None]) -> Any:
     """Return the command of a command line; `train --resume` has the run's own options beside those given.
 
     Args:
         name: of the subcommand.
         arguments: of its command line, without --config.
-        say: is told what they leave to the run.
+        print_line: prints which options they leave to the run.
 
     Raises:
         SystemExit, UsageError, ConfigError: as `parse` does.
@@ -449,24 +449,24 @@ def _parsed(name: str, arguments: Sequence[str], say: Callable[[str], None]) -> 
         return parse(name, arguments)  # there is no run yet, or who reads it says what is wrong with it
     try:
         words = with_config([*arguments, f"--config={record}"], lambda: kind, {}, lambda text: None)
-        going_on = parse(name, words)
+        resumed = parse(name, words)
     except ConfigError as error:
-        try:  # what is given makes it another run, which is told with all that differs
+        try:  # the options given make it another run; this message lists all differences
             return parse(name, arguments)
         except ConfigError:
             raise error from None
-    pairs = differing(type(going_on.options)().to_json(), going_on.options.to_json())
+    pairs = differing(type(resumed.options)().to_json(), resumed.options.to_json())
     taken = [option if now is True else f"{option} {now}" for option, _, now in pairs if option not in given]
     if taken:
-        say(f"{record}: options not given are taken from this run: {', '.join(taken)}")
-    return going_on
+        print_line(f"{record}: options not given are taken from this run: {', '.join(taken)}")
+    return resumed
 
 
-def _told_by_rank_0(text: str) -> None:
+def _print_on_rank_0(text: str) -> None:
     """Print a line to stderr that every rank of a job would have to print, not waiting for rank 0's."""
     launch = announced()
     if launch is None or launch.rank == 0:
-        tell(text)
+        print_message(text)
 
 
 def _has_script(arguments: Sequence[str]) -> bool:
@@ -542,7 +542,7 @@ def check_forwarded(arguments: Sequence[str], *, with_torch: bool = False) -> An
         script = "to start a script, write python before it: -- python SCRIPT"
         meant = did_you_mean(name, SUBCOMMANDS)
         known = "speechdp --help lists them"
-        tell(f"unknown command {name!r}{meant or f'; {known}'}; {script}")
+        print_message(f"unknown command {name!r}{meant or f'; {known}'}; {script}")
         raise SystemExit(exit_codes.USAGE)
     command = _parsed(name, rest, lambda text: None)  # rank 0 tells it
     if isinstance(command, _CheckedBefore):

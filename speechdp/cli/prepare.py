@@ -9,7 +9,7 @@ from rich.console import Console
 from speechdp.cli.inspect import describe
 from speechdp.cli.support.console import make_console
 from speechdp.cli.support.progress import progress_bar
-from speechdp.comm.startup.folder_owner import owner_of, say_aside
+from speechdp.comm.startup.folder_owner import owner_of, print_to_stderr
 from speechdp.data.prepare.pipeline import prepare
 from speechdp.data.shards.data_dir import check_place, owner_file
 from speechdp.options.prepare import PrepareOptions
@@ -33,7 +33,7 @@ class PrepareCommand(PrepareOptions):
         check_place(self.data)
         with (
             progress_bar(Console(stderr=True)) as progress,
-            owner_of(self.data, "prepare", say_aside, file=owner_file(self.data)),
+            owner_of(self.data, "prepare", print_to_stderr, file=owner_file(self.data)),
         ):
             prepared = prepare(self, progress)
         console.print(describe(prepared.dataset))

@@ -17,7 +17,7 @@ from speechdp.cli.support.script_options import (
     check_precision,
     inputs_of,
     owned_folder,
-    say_how_many_failed,
+    report_failures,
     until_stopped,
 )
 from speechdp.options.run import TrainOptions
@@ -109,25 +109,25 @@ class ProfileCommand(StartsJobs):
         assert starter.threads is not None  # a starter of commands always has it
         request = self._request(plan, starter.threads)
         check_precision(self.data, self.options, on_this_machine=starter.starts_here)
-        say = line_printer(make_console())
-        profiler = Profiler(request, starter, say)
+        print_line = line_printer(make_console())
+        profiler = Profiler(request, starter, print_line)
         out = OutFolder(self.out_dir, self.overwrite, inputs_of(self.data, self.options))
-        with owned_folder(out, "profile", say, PROFILE):
-            say(f"profile in {self.out_dir.absolute()}")
+        with owned_folder(out, "profile", print_line, PROFILE):
+            print_line(f"profile in {self.out_dir.absolute()}")
             for note in request.settings.notes:
-                say(f"note: {note}")
+                print_line(f"note: {note}")
             if [job.entry.ranks for job in request.jobs if job.entry.kind == STRONG] == [1]:
-                say("note: strong on 1 rank alone: there is nothing to scale; give --ranks 1,2")
+                print_line("note: strong on 1 rank alone: there is nothing to scale; give --ranks 1,2")
 
             def work() -> int:
                 record = profiler.run()
                 failed = [job for job in record.jobs if job.state == FAILED]
                 if len(failed) < len(record.jobs):
                     print_report(self.out_dir, None)
-                say_how_many_failed(len(failed), len(record.jobs), self.out_dir / LOGS, "jobs")
+                report_failures(len(failed), len(record.jobs), self.out_dir / LOGS, "jobs")
                 return 1 if failed else 0
 
-            return until_stopped(self.out_dir, say, work)
+            return until_stopped(self.out_dir, print_line, work)
 
     def _plan(self) -> ProfilePlan:
         from speechdp.experiments.compare.plan import whole_numbers  # noqa: PLC0415

@@ -9,7 +9,7 @@ from rich.console import Console
 from speechdp.cli.inspect import describe
 from speechdp.cli.support.console import make_console
 from speechdp.cli.support.progress import progress_bar
-from speechdp.comm.startup.folder_owner import owner_of, say_aside
+from speechdp.comm.startup.folder_owner import owner_of, print_to_stderr
 from speechdp.data.prepare.reshard import reshard, too_few_utterances
 from speechdp.data.shards.data_dir import check_place, owner_file
 from speechdp.options.reshard import ReshardOptions
@@ -23,7 +23,7 @@ class ShardCommand(ReshardOptions):
         """Write the new directory and print what is in it."""
         check_place(self.out)
         with (
-            owner_of(self.out, "shard", say_aside, file=owner_file(self.out)),
+            owner_of(self.out, "shard", print_to_stderr, file=owner_file(self.out)),
             progress_bar(Console(stderr=True)) as progress,
         ):
             dataset = reshard(self, progress)

@@ -110,7 +110,7 @@ class SubmitCommand:
         check_output_folder(job)
         kept = write_script(submission.path, script)
         if kept is not None:
-            _say(f"{submission.path.name} was a different script; it is kept as {kept}")
+            _print_message(f"{submission.path.name} was a different script; it is kept as {kept}")
         job_id = submit(submission, _search_path())
         print(f"job {job_id} submitted: {submission.path}")
         print(f"output: {where_output_goes(scheduler, job, job_id)}")
@@ -123,11 +123,11 @@ class SubmitCommand:
             return self.scheduler
         scheduler, because = detect_scheduler(_search_path(), os.environ, only_shown=self.dry_run)
         # Not to stdout: with --dry-run the script goes there.
-        _say(f"using --scheduler {scheduler}, as {because}")
+        _print_message(f"using --scheduler {scheduler}, as {because}")
         return scheduler
 
 
-def _say(message: str) -> None:
+def _print_message(message: str) -> None:
     print(f"speechdp submit: {message}", file=sys.stderr)
 
 
@@ -204,7 +204,7 @@ def _outlives_node(launch: LaunchCommand, resources: Resources) -> bool:
 def _look_for_data(command: tuple[str, ...]) -> None:
     """Warn if DATA does not exist; it is no error, because another job may still prepare it."""
     if command[0] in ("train", "sweep") and len(command) > 1 and not Path(command[1], "data.json").exists():
-        _say(f"warning: {Path(command[1], 'data.json')} is not there (yet); the job will need it")
+        _print_message(f"warning: {Path(command[1], 'data.json')} is not there (yet); the job will need it")
 
 
 def _default_name(command: tuple[str, ...]) -> str:

@@ -17,7 +17,7 @@ from speechdp.cli.support.script_options import (
     check_target,
     inputs_of,
     owned_folder,
-    say_how_many_failed,
+    report_failures,
     until_stopped,
 )
 from speechdp.errors import ConfigError
@@ -121,7 +121,7 @@ class SweepCommand:
         from speechdp.cli.support.distributed import reporter_maker  # noqa: PLC0415
         from speechdp.experiments.sweep.training import check_sweep, names_of, run_sweep  # noqa: PLC0415
         from speechdp.launching.variables import RESTART_REASON  # noqa: PLC0415
-        from speechdp.options.targets import tell_of_spread_targets  # noqa: PLC0415
+        from speechdp.options.targets import warn_of_spread_targets  # noqa: PLC0415
         from speechdp.ownership.overwrite import SWEEP  # noqa: PLC0415
         from speechdp.process.ending import STOPPED_BEFORE, Stopped, StoppedBefore  # noqa: PLC0415
         from speechdp.train.ownership import owned  # noqa: PLC0415
@@ -137,7 +137,7 @@ class SweepCommand:
                 if owner is not None and (stays := out.take(owner, SWEEP)):
                     session.reporter.notice(stays)
                 comm.barrier()
-                tell_of_spread_targets(self.options, lambda: session.dataset, session.reporter.notice)
+                warn_of_spread_targets(self.options, lambda: session.dataset, session.reporter.notice)
                 if comm.size == 1:
                     session.reporter.notice(_ALONE)
                 reporter_for = reporter_maker(comm)
@@ -151,7 +151,7 @@ class SweepCommand:
             return exit_codes.STOPPED
         if comm.rank == 0:
             print_report(self.out_dir, self.target)
-            say_how_many_failed(failed, len(names_of(plan, comm.size)), None)
+            report_failures(failed, len(names_of(plan, comm.size)), None)
         return 1 if failed else 0
 
 
@@ -217,17 +217,17 @@ class SweepScriptCommand:
         names = list(sweep.runs())
         before = None if self.overwrite else threads_before(self.out_dir)
         starter = self.script.starter("sweep --script", self.ranks, before)
-        say, script = line_printer(make_console()), self.script.user_script(self.script_arguments)
-        training = ScriptTraining(script, starter, RaceOptions(self.race, self.race_steps), say)
-        with owned_folder(OutFolder(self.out_dir, self.overwrite), "sweep", say, SWEEP):
+        print_line, script = line_printer(make_console()), self.script.user_script(self.script_arguments)
+        training = ScriptTraining(script, starter, RaceOptions(self.race, self.race_steps), print_line)
+        with owned_folder(OutFolder(self.out_dir, self.overwrite), "sweep", print_line, SWEEP):
 
             def work() -> int:
-                failed, has_race_failed = run_script_sweep(sweep, training, say)
+                failed, has_race_failed = run_script_sweep(sweep, training, print_line)
                 print_report(self.out_dir, self.script.target, self.script.metric)
-                say_how_many_failed(failed, len(names), self.out_dir / LOGS)
+                report_failures(failed, len(names), self.out_dir / LOGS)
                 return 1 if failed or has_race_failed else 0
 
-            return until_stopped(self.out_dir, say, work)
+            return until_stopped(self.out_dir, print_line, work)
 
 
 def _split(periods: str) -> tuple[str, ...]:

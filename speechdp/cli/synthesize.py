@@ -14,7 +14,7 @@ from speechdp.cli.decode import GrammarName
 from speechdp.cli.support.outputs import output_file
 from speechdp.errors import ConfigError, UsageError
 from speechdp.options.shown import shown
-from speechdp.process.notices import tell
+from speechdp.process.notices import print_message
 
 if TYPE_CHECKING:
     import torch
@@ -150,10 +150,10 @@ class SynthesizeCommand:
         device = choose_device(self.device, comm.local_rank)
         synthesiser = Synthesiser(load_synthesis_model(self.run_dir, device), options)
         if self.data is None:
-            return self._say(synthesiser)
+            return self._synthesize(synthesiser)
         return self._measure(synthesiser, self.data, device)
 
-    def _say(self, synthesiser: Synthesiser) -> int:
+    def _synthesize(self, synthesiser: Synthesiser) -> int:
         from speechdp.labels.lexicon import Lexicon  # noqa: PLC0415
         from speechdp.synthesis.generate import write_wav  # noqa: PLC0415
 
@@ -218,5 +218,5 @@ class SynthesizeCommand:
         grammar = grammar_of(listener.dataset) if self.grammar == "auto" else Grammar(self.grammar)
         earlier = earlier_weights(self.recogniser, grammar)
         if earlier.line:
-            tell(earlier.line)
+            print_message(earlier.line)
         return dataclasses.replace(listener, weights=earlier.weights)

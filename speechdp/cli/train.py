@@ -67,7 +67,7 @@ class TrainCommand:
         return train_over_ranks(request, self._on_rank)
 
     def _on_rank(self, session: Session) -> int:
-        from speechdp.options.targets import tell_of_spread_targets  # noqa: PLC0415
+        from speechdp.options.targets import warn_of_spread_targets  # noqa: PLC0415
         from speechdp.process.ending import Stopped  # noqa: PLC0415
         from speechdp.train.build import check_shards  # noqa: PLC0415
         from speechdp.train.ownership import owned  # noqa: PLC0415
@@ -84,7 +84,7 @@ class TrainCommand:
                 if owner is not None and (stays := out.take(owner, RUN)):
                     session.reporter.notice(stays)
                 session.comm.barrier()
-                tell_of_spread_targets(self.options, lambda: session.dataset, session.reporter.notice)
+                warn_of_spread_targets(self.options, lambda: session.dataset, session.reporter.notice)
                 train_with_realignment(
                     session, self.options, self.run_dir, resume=self.resume, pause_at=self.pause_at
                 )

@@ -18,7 +18,7 @@ from speechdp.errors import ConfigError, SeveralChannelsError, UsageError
 from speechdp.options.channel import CHANNEL_OR_EACH_TEXT
 from speechdp.options.recognition import WITHOUT_EFFECT_ON_CTC, RecognitionOptions
 from speechdp.options.shown import heading, shown
-from speechdp.process.notices import tell, warn
+from speechdp.process.notices import print_message, warn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -118,13 +118,13 @@ class TranscribeCommand:
                 try:
                     found = transcriber.transcribe(recording)
                 except SeveralChannelsError as error:
-                    tell(f"{error.fault}; {_CHANNELS}")
+                    print_message(f"{error.fault}; {_CHANNELS}")
                     continue
                 except ConfigError as error:  # one bad file must not cost the others
-                    tell(str(error))
+                    print_message(str(error))
                     continue
                 for remark in done.count(found, recording.audio):
-                    tell(remark)
+                    print_message(remark)
                 if printed is not None:
                     print(printed(found), end="", flush=True)
                 add([text_of(found) for text_of in outputs.values()])
@@ -190,7 +190,7 @@ class TranscribeCommand:
 
         earlier = self.search.earlier_weights(self.run_dir, grammar_of(kept))
         if earlier.line:
-            tell(earlier.line)
+            print_message(earlier.line)
         return self.search.with_weights(earlier.weights).decoding()
 
     def _files(self) -> dict[str, Path]:

@@ -223,7 +223,7 @@ class TuneCommand(TuneOptions, StartsJobs):
         check_precision(self.data, self.options, on_this_machine=here)
         return _search(
             request,
-            lambda say: TunedTraining(compared, starter, say),
+            lambda print_line: TunedTraining(compared, starter, print_line),
             OutFolder(self.out_dir, self.overwrite, inputs_of(self.data, self.options)),
         )
 
@@ -375,7 +375,7 @@ class TuneScriptCommand(TuneOptions):
         request = self._request(script, ranks)
         return _search(
             request,
-            lambda say: TunedScript(request, script, starter, self.script.metric, say),
+            lambda print_line: TunedScript(request, script, starter, self.script.metric, print_line),
             OutFolder(self.out_dir, self.overwrite),
         )
 
@@ -420,12 +420,14 @@ def _search(request: TuneRequest, jobs: Callable[[Callable[[str], None]], TunedJ
     from speechdp.experiments.tune.search import earlier_settings  # noqa: PLC0415
     from speechdp.ownership.overwrite import TUNE, empty  # noqa: PLC0415
 
-    say = line_printer(make_console())
+    print_line = line_printer(make_console())
     # Before the folder is emptied, because this refuses an impossible search.
-    tuner = Tuner(request, jobs(say), say)
-    with owned_folder(out, "tune", say, TUNE) as owner:
+    tuner = Tuner(request, jobs(print_line), print_line)
+    with owned_folder(out, "tune", print_line, TUNE) as owner:
         if holds_other_unmeasured(request.out, request.settings, earlier_settings()):
-            say(f"{request.out}: an earlier search with other options measured nothing; it is replaced")
+            print_line(
+                f"{request.out}: an earlier search with other options measured nothing; it is replaced"
+            )
             empty(owner, TUNE)
 
         def work() -> int:
@@ -433,7 +435,7 @@ def _search(request: TuneRequest, jobs: Callable[[Callable[[str], None]], TunedJ
             print_report(request.out, None)
             return 0
 
-        code = until_stopped(request.out, say, work)
+        code = until_stopped(request.out, print_line, work)
         if code == exit_codes.STOPPED and _has_best(request.out):
             with suppress(Ended):  # a stop may be requested again
                 print_report(request.out, None)

@@ -31,7 +31,7 @@ def shut(listener: socket.socket) -> None:
 
 
 @contextmanager
-def shut_behind_us() -> Iterator[None]:
+def close_new_listeners() -> Iterator[None]:
     """Shut the sockets that began to listen in the block: existing connections stay, new ones get no answer.
 
     The new sockets must have all their connections by the end of the block.  Only one block at a time.

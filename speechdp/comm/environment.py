@@ -232,7 +232,7 @@ def flush_output() -> None:
             stream.flush()
 
 
-def wait_until_heard(within_s: float = 1.0) -> None:
+def wait_until_read(within_s: float = 1.0) -> None:
     """Wait until the launcher has read everything this rank wrote to its pipes.
 
     Hydra's mpiexec stops reading a rank's output once it learns that the rank aborts the job.
@@ -262,11 +262,11 @@ def gloo_connects_later() -> bool:
     return os.environ.get("TORCH_GLOO_LAZY_INIT", "0").lower() not in {"", "0", "n", "no", "off", "false"}
 
 
-def has_parent_that_tells() -> bool:
+def has_parent_that_reports() -> bool:
     """Return whether this rank's parent reports how it ends, so that ending the process ends the job.
 
     Example:
-        >>> has_parent_that_tells()
+        >>> has_parent_that_reports()
         False
     """
     return os.environ.get(_RANK_PARENT) == str(os.getppid())
@@ -281,29 +281,29 @@ def end_process(exit_code: int) -> NoReturn:
 def end_process_with(text: str, exit_code: int) -> NoReturn:
     """Write `text` to stderr and end the process, from any thread; wait for no stream's lock or reader."""
     try:  # the process must end even if nothing can be written
-        note_told()
+        note_reported()
         bounded(lambda: os.write(2, text.encode(errors="replace")), default=0)
     finally:
         os._exit(exit_code)
 
 
-def note_told() -> None:
+def note_reported() -> None:
     """Record, for the ranks of this host, that one of them says why mpirun is about to end the others."""
-    mark = _mark_of_told()
+    mark = _reported_marker()
     if mark is not None:
         bounded(mark.touch, default=None)
 
 
-def has_told() -> bool:
+def has_reported() -> bool:
     """Return whether a rank of this host has said why the job ends."""
-    mark = _mark_of_told()
+    mark = _reported_marker()
     return mark is not None and bounded(mark.exists, default=False)
 
 
-def _mark_of_told() -> Path | None:
+def _reported_marker() -> Path | None:
     """Return a path in mpirun's folder for the job, which is deleted with the job; None: no mpirun."""
     folder = os.environ.get("PMIX_SERVER_TMPDIR", "")
-    return Path(folder, "speechdp-told") if folder else None
+    return Path(folder, "speechdp-reported") if folder else None
 
 
 def _set_defaults(defaults: Mapping[str, str]) -> None:

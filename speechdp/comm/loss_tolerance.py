@@ -29,13 +29,13 @@ class PeerLost(CommunicationError):  # noqa: N818 (what happened; not always an 
     def __init__(self, ranks: Collection[int]) -> None:
         self.ranks = frozenset(ranks)
         named = ", ".join(str(rank) for rank in sorted(self.ranks))
-        super().__init__(f"lost contact with rank {named}; {remedies.going_on()}")
+        super().__init__(f"lost contact with rank {named}; {remedies.resuming()}")
 
 
 def leader_lost() -> CommunicationError:
     """Return the error of ranks that have lost rank 0."""
     return CommunicationError(
-        f"rank 0 is gone, and only it deals the batches, evaluates and saves; {remedies.going_on()}"
+        f"rank 0 is gone, and only it deals the batches, evaluates and saves; {remedies.resuming()}"
     )
 
 
@@ -84,7 +84,7 @@ class Star:
         self._gather([x if self._peers.rank == root else none], take)
         if root not in self.alive:
             raise CommunicationError(
-                f"rank {root} is gone, and the others need its values; {remedies.going_on()}"
+                f"rank {root} is gone, and the others need its values; {remedies.resuming()}"
             )
         self._share(x)
 

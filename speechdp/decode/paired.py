@@ -99,8 +99,8 @@ class UtteranceErrors:
         # Use only the file name: it stays within the run's folder, whatever the record says.
         path = run_dir / "hypotheses" / Path(name).name
         found = cls.parse(path.read_text(encoding="utf-8"))
-        told = [record.get(kind, 0) for kind in ("insertions", "deletions", "substitutions", "words")]
-        counts = [one if isinstance(one, int | float) else 0 for one in told]
+        recorded = [record.get(kind, 0) for kind in ("insertions", "deletions", "substitutions", "words")]
+        counts = [one if isinstance(one, int | float) else 0 for one in recorded]
         if (sum(counts[:3]), counts[3]) != (found.errors.sum(), found.words.sum()):
             raise OtherDecodingError(path)
         return found

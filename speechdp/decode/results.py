@@ -56,9 +56,9 @@ class Hypothesis:
             utterance_id, speaker, ref: as the attributes.
             candidates: best first; empty if no path survived.
         """
-        said = [" ".join(candidate.words) for candidate in candidates]
-        oracle = oracle_of(ref, said) if ref else ""
-        return cls(utterance_id, speaker, ref, len(said), said[0] if said else "", oracle)
+        texts = [" ".join(candidate.words) for candidate in candidates]
+        oracle = oracle_of(ref, texts) if ref else ""
+        return cls(utterance_id, speaker, ref, len(texts), texts[0] if texts else "", oracle)
 
 
 @dataclass(frozen=True)
@@ -212,9 +212,11 @@ class NBestLists:
         """
         if size == 0:
             return None
-        told = judged(hypotheses)
+        transcribed = judged(hypotheses)
         mean = sum(h.num_candidates for h in hypotheses) / max(len(hypotheses), 1)
-        return cls(path, size, mean, word_error_rate([h.ref for h in told], [h.oracle for h in told]))
+        return cls(
+            path, size, mean, word_error_rate([h.ref for h in transcribed], [h.oracle for h in transcribed])
+        )
 
     def summary(self) -> str:
         """Return one line on how good the lists are."""
@@ -343,9 +345,10 @@ def write_results(run_dir: Path, result: DecodingResult, lists: Mapping[str, str
     """
     nbest, record = result.nbest, _record_of(run_dir, result)
     lines = (f"{h.utterance_id} {h.hyp}".rstrip() + "\n" for h in result.utterances)
-    told = judged(result.utterances)
+    transcribed = judged(result.utterances)
     errors = errors_text(
-        [h.utterance_id for h in told], count_errors([h.ref for h in told], [h.hyp for h in told])
+        [h.utterance_id for h in transcribed],
+        count_errors([h.ref for h in transcribed], [h.hyp for h in transcribed]),
     )
     earlier = nbest_path(result.hypotheses)
     with results_at(run_dir):

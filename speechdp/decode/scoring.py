@@ -71,10 +71,10 @@ class Outputs:
             return ""
         mean = totals[:num_classes] / frames
         entropy_of_mean = float(-torch.xlogy(mean, mean).sum())
-        heard = max(0.0, 1 - entropy / frames / entropy_of_mean) if entropy_of_mean > 0 else 0.0
+        information = max(0.0, 1 - entropy / frames / entropy_of_mean) if entropy_of_mean > 0 else 0.0
         most = float(totals[num_classes : 2 * num_classes].max() / frames)
-        if heard < _LITTLE:
-            sign = f"{100 * heard:.1f} % of what its outputs say depends on what it hears"
+        if information < _LITTLE:
+            sign = f"{100 * information:.1f} % of what its outputs say depends on what it hears"
         elif most >= _NEARLY_ALL and not words:
             share = f"{100 * most:.1f} % of the frames"
             sign = f"no word is recognised, and one class is the likeliest in {share}"
@@ -112,7 +112,7 @@ class AcousticScorer:
 
         Args:
             utterances: features, (T, F) each.
-            outputs: is told the posteriors; None: nobody asks.
+            outputs: receives the posteriors; None: nobody needs them.
         """
         numbered = enumerate(utterances)
         while window := list(itertools.islice(numbered, _WINDOW)):

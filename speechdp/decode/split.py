@@ -214,14 +214,14 @@ def decode_split(
         features = reader.features(inputs_of(trained.config), options.normalise)
         own.recognise(recogniser, reader, features, is_asked_to_stop)
     found = _found_by_all(own, recogniser, reader, comm)
-    told = judged(found.hypotheses)
-    speakers = errors_by_speaker(told)
+    transcribed = judged(found.hypotheses)
+    speakers = errors_by_speaker(transcribed)
     result = DecodingResult(
         split=split,
         name=name,
         data={"path": str(dataset.path), "checksum": dataset.checksum},
         grammar=recogniser.grammar,
-        wer=word_error_rate([h.ref for h in told], [h.hyp for h in told]),
+        wer=word_error_rate([h.ref for h in transcribed], [h.hyp for h in transcribed]),
         speakers=speakers,
         retried=found.num_retried,
         failed=sum(h.num_candidates == 0 for h in found.hypotheses),

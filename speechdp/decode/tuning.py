@@ -216,7 +216,7 @@ def tune(
     options: DecodingOptions,
     comm: Communicator,
     is_asked_to_stop: Callable[[], bool] = lambda: False,
-    say: Callable[[str], None] = lambda _: None,
+    print_line: Callable[[str], None] = lambda _: None,
     kept: KeptGraph | None = None,
 ) -> Tuned:
     """Choose scales of scores, priors and language model and the insertion score by a split's word errors.
@@ -238,8 +238,8 @@ def tune(
         options: how to decode; the initial setting.
         comm: the ranks to share the work.
         is_asked_to_stop: called before every utterance.
-        say: on rank 0, called with a line about each setting that was tried, and from time to time with a
-            line on progress.
+        print_line: on rank 0, prints a line about each setting that was tried, and from time to time one on
+            progress.
         kept: cache for the graph of a large language model; None: no cache.
 
     Raises:
@@ -248,7 +248,7 @@ def tune(
     """
     check_decodable(trained, dataset, options)
     scored = _Scored.of(trained, dataset, split, options, comm, kept)
-    trials = _Trials(scored, split, comm, is_asked_to_stop, say)
+    trials = _Trials(scored, split, comm, is_asked_to_stop, print_line)
     recogniser = scored.recogniser
     tunable = [n for n in _tunable(recogniser.grammar) if n != "prior_scale" or not is_ctc(trained.config)]
     best, has_learnt_little = options, trials.begin(options, tunable)
@@ -256,7 +256,7 @@ def tune(
         best = trials.best(options, tunable)
     elif comm.rank == 0:
         why = "the model has learnt little, or hears no speech"
-        say(f"tuning on {split}: {why}, so only the initial setting is tried")
+        print_line(f"tuning on {split}: {why}, so only the initial setting is tried")
     chosen = {name: getattr(best, name) for name in tunable}
     edges = {name: _edge(name, value, options) for name, value in chosen.items()}
     errors, tried_weights = trials.errors(best, tunable[-1]), []
@@ -360,7 +360,7 @@ class _Clock:
     """Measures how long tuning takes, and decides when a progress line is due."""
 
     def __init__(self) -> None:
-        self._began = self._told = time.monotonic()
+        self._began = self._printed_s = time.monotonic()
 
     @property
     def seconds(self) -> float:
@@ -369,9 +369,9 @@ class _Clock:
 
     def is_time_for_a_line(self) -> bool:
         """Return whether a line is due; if so, the next one is due a while later."""
-        if time.monotonic() - self._told < _SILENCE_S:
+        if time.monotonic() - self._printed_s < _SILENCE_S:
             return False
-        self._told = time.monotonic()
+        self._printed_s = time.monotonic()
         return True
 
 
@@ -384,14 +384,14 @@ class _Trials:
         split: name of the split.
         comm: the ranks.
         is_asked_to_stop: called before every utterance.
-        say: on rank 0, called with a line about each new setting, and from time to time with one on progress.
+        print_line: on rank 0, prints a line about each new setting, and from time to time one on progress.
     """
 
     scored: _Scored
     split: str
     comm: Communicator
     is_asked_to_stop: Callable[[], bool]
-    say: Callable[[str], None]
+    print_line: Callable[[str], None]
     _errors: dict[DecodingOptions, int] = field(default_factory=dict)
     _most_settings: int = 1
     _are_words_found: bool = False  # by this rank, with the latest setting
@@ -459,7 +459,7 @@ class _Trials:
             self._errors[options] = self._count(hypotheses)
             if self.comm.rank == 0:
                 percent = 100 * self._errors[options] / self.scored.num_words
-                self.say(f"tuning on {self.split}: {setting}: {percent:.1f} % WER")
+                self.print_line(f"tuning on {self.split}: {setting}: {percent:.1f} % WER")
         return self._errors[options]
 
     def rescored(self, options: DecodingOptions) -> list[dict[str, float]]:
@@ -505,16 +505,16 @@ class _Trials:
             path = self.recogniser.searcher.search(self._scores(log_posteriors, options))
             hypotheses.append("" if path is None else " ".join(path.words))
             if self.comm.rank == 0 and self._clock.is_time_for_a_line():
-                self._say_how_far(len(hypotheses), setting)
+                self._print_progress(len(hypotheses), setting)
         return hypotheses
 
-    def _say_how_far(self, utterances: int, setting: str) -> None:
+    def _print_progress(self, utterances: int, setting: str) -> None:
         """Report how many of rank 0's utterances a setting has done, and how long all others may take."""
         whole = max(1, len(self.scored.utterances))
         done = len(self._errors) + utterances / whole
         minutes = math.ceil(self._clock.seconds * (self._most_settings - done) / done / 60)
         number = f"setting {len(self._errors) + 1} of at most {self._most_settings}"
-        self.say(
+        self.print_line(
             f"tuning on {self.split}: {setting}: {utterances} of {whole} utterances; {number}; trying "
             f"all would take some {minutes} min more at this pace"
         )

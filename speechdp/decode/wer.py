@@ -99,13 +99,15 @@ def align_words(references: Sequence[str], hypotheses: Sequence[str]) -> list[tu
         return []
     output = jiwer.process_words(list(references), list(hypotheses))
     aligned = []
-    for said, heard, chunks in zip(output.references, output.hypotheses, output.alignments, strict=True):
+    for reference, hypothesis, chunks in zip(
+        output.references, output.hypotheses, output.alignments, strict=True
+    ):
         pairs = (
             AlignedWord(*pair)
             for chunk in chunks
             for pair in zip_longest(
-                said[chunk.ref_start_idx : chunk.ref_end_idx],
-                heard[chunk.hyp_start_idx : chunk.hyp_end_idx],
+                reference[chunk.ref_start_idx : chunk.ref_end_idx],
+                hypothesis[chunk.hyp_start_idx : chunk.hyp_end_idx],
                 fillvalue="",
             )
         )

@@ -95,12 +95,12 @@ class Examination:
         return all(finding.status != "fail" for finding in self.findings)
 
 
-def examine(request: DoctorRequest, tell: Callable[[str], None]) -> Examination:
+def examine(request: DoctorRequest, print_line: Callable[[str], None]) -> Examination:
     """Check hosts from here, run the probe on those that can be reached, and judge all results.
 
     Args:
         request: what to examine.
-        tell: called with a line about what is being done.
+        print_line: prints a line about what is being done.
     """
     result = Examination([ok("hosts", f"{some_of(h.name for h in request.hosts)} ({request.source})")])
     try:
@@ -110,7 +110,7 @@ def examine(request: DoctorRequest, tell: Callable[[str], None]) -> Examination:
         result.findings.append(Finding("programs", "fail", str(error), (), remedy))
         return result
     result.findings.append(ok("programs", programs.describe()))
-    tell(f"checking hosts: {len(request.hosts)} ...")
+    print_line(f"checking hosts: {len(request.hosts)} ...")
     names = [host.name for host in request.hosts]
     result.reaches = look_at_hosts(names, _login(request, programs))
     _judge_reaches(result)
@@ -118,7 +118,7 @@ def examine(request: DoctorRequest, tell: Callable[[str], None]) -> Examination:
     hosts = tuple(host for host in request.hosts if host.name in good)
     if hosts:
         num_ranks = sum(host.slots for host in hosts)
-        tell(f"starting the job with {request.launcher}, ranks: {num_ranks} ...")
+        print_line(f"starting the job with {request.launcher}, ranks: {num_ranks} ...")
         _run_job(request, programs, hosts, result)
     return result
 
@@ -256,10 +256,10 @@ def to_json(result: Examination) -> dict[str, Any]:
         "findings": [finding.to_json() for finding in result.findings],
         "command": result.command,
         "hosts": [
-            {"host": r.host, "address": r.address, "exit_code": r.exit_code, "said": r.said}
+            {"host": r.host, "address": r.address, "exit_code": r.exit_code, "said": r.output}
             for r in result.reaches
         ],
         "ranks": {} if job is None else {str(n): record.facts for n, record in sorted(job.ranks.items())},
         "exit_code": None if job is None else job.exit_code,
-        "output": [] if job is None else job.said,
+        "output": [] if job is None else job.output,
     }

@@ -40,7 +40,7 @@ def ok(check: str, found: str) -> Finding:
     return Finding(check, "ok", found)
 
 
-def who_has_what(values: Mapping[str, object]) -> str:
+def hosts_by_value(values: Mapping[str, object]) -> str:
     """Return a text on which hosts have which value: "4.1.8 (n1, n2), 4.1.4 (n3)".
 
     Args:

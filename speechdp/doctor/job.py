@@ -50,14 +50,14 @@ class JobRecord:
         num_ranks: number of ranks requested.
         ranks: what each rank reported, by the launcher's numbers.
         exit_code: exit code of the launcher; None: it was ended because no more reports arrived.
-        said: first lines that the launcher and the ranks printed besides reports.
+        output: first lines that the launcher and the ranks printed besides reports.
         cause: which rank or host failed and how, if the launcher reported it; else "".
     """
 
     num_ranks: int
     ranks: dict[int, ProbeRecord] = field(default_factory=dict)
     exit_code: int | None = None
-    said: list[str] = field(default_factory=list)
+    output: list[str] = field(default_factory=list)
     cause: str = ""
 
     def note(self, report: Report) -> None:
@@ -104,7 +104,7 @@ def run_probe(
     for reader in readers:
         reader.start()
     try:
-        if _hear(job, lines, limit_s):
+        if _read_output(job, lines, limit_s):
             job.exit_code = process.wait(_MARGIN_S)
     except subprocess.TimeoutExpired:
         pass  # the launcher has closed its output, but does not end
@@ -113,38 +113,38 @@ def run_probe(
     return job
 
 
-def _hear(job: JobRecord, lines: queue.SimpleQueue[tuple[str, bytes | None]], limit_s: float) -> bool:
+def _read_output(job: JobRecord, lines: queue.SimpleQueue[tuple[str, bytes | None]], limit_s: float) -> bool:
     """Read lines until both streams have ended; return False if no report arrived for too long."""
     listener, launcher = ReportListener(), LauncherOutput()
     limits_s = {-1: limit_s}
-    heard = time.monotonic()
+    last_report_s = time.monotonic()
     open_streams = 2
     while open_streams:
         try:
-            left_s = heard + max(limits_s.values()) + _MARGIN_S - time.monotonic()
+            left_s = last_report_s + max(limits_s.values()) + _MARGIN_S - time.monotonic()
             name, line = lines.get(timeout=max(0.1, left_s))
         except queue.Empty:
             break
         if line is None:
             open_streams -= 1
             continue
-        report = listener.hear(line.decode(errors="replace")) if name == "out" else None
+        report = listener.read(line.decode(errors="replace")) if name == "out" else None
         if report is not None:
             job.note(report)
             limits_s[report.rank] = max(limit_s, report.limit_s)
-            heard = time.monotonic()
+            last_report_s = time.monotonic()
         elif name == "err" or b"@speechdp-doctor" not in line:
             _keep(job, launcher.feed(line) if name == "err" else line)
     _keep(job, launcher.end())
     cause = first_cause(launcher.faults)
-    job.cause = "" if cause is None or cause.kind == "said" else cause.describe()
+    job.cause = "" if cause is None or cause.kind == "reported" else cause.describe()
     return open_streams == 0
 
 
 def _keep(job: JobRecord, shown: bytes) -> None:
     text = shown.decode(errors="replace")
-    job.said += [line.strip() for line in text.splitlines() if line.strip()]
-    del job.said[_MOST_LINES:]
+    job.output += [line.strip() for line in text.splitlines() if line.strip()]
+    del job.output[_MOST_LINES:]
 
 
 def _read(name: str, stream: IO[bytes], lines: queue.SimpleQueue[tuple[str, bytes | None]]) -> None:

@@ -107,20 +107,20 @@ def judge_speed(ranks: Sequence[Rank]) -> list[Finding]:
     slow, reference = slow_links(rates)
     crawling = {pair: rate for pair, rate in rates.items() if rate < _SLOW_BYTES_S}
     if slow:
-        found = f"{_told(slow)}, others {_rate(reference)}"
+        found = f"{_rates_text(slow)}, others {_rate(reference)}"
         remedy = "check that host's cable, port and negotiated rate (ethtool), and what else uses its network"
         findings.append(Finding("speed of links", "fail", found, suspects(slow), remedy))
     elif crawling:
         remedy = "check that --interface names the fast network, and check the negotiated rate (ethtool eth0)"
-        findings.append(Finding("speed of links", "warn", _told(crawling), suspects(crawling), remedy))
+        findings.append(Finding("speed of links", "warn", _rates_text(crawling), suspects(crawling), remedy))
     elif rates:
-        findings.append(ok("speed of links", _told(rates)))
+        findings.append(ok("speed of links", _rates_text(rates)))
     for part, name in (("speed", "allreduce"), ("horovod", "allreduce by Horovod")):
-        told = [rank.facts[part] for rank in ranks if "bus_bytes_s" in rank.facts.get(part, {})]
-        if told:
+        sums = [rank.facts[part] for rank in ranks if "bus_bytes_s" in rank.facts.get(part, {})]
+        if sums:
             found = (
-                f"all {len(ranks)} ranks: {told[0]['latency_s'] * 1e6:.0f} us for 8 B, "
-                f"bus {_rate(told[0]['bus_bytes_s'])} with {told[0]['bytes'] / (1 << 20):.0f} MiB"
+                f"all {len(ranks)} ranks: {sums[0]['latency_s'] * 1e6:.0f} us for 8 B, "
+                f"bus {_rate(sums[0]['bus_bytes_s'])} with {sums[0]['bytes'] / (1 << 20):.0f} MiB"
             )
             findings.append(ok(name, found))
     return findings
@@ -139,7 +139,7 @@ def pair_speeds(ranks: Sequence[Rank]) -> dict[tuple[str, str], Mapping[str, Any
     return found
 
 
-def _told(rates: Mapping[tuple[str, str], float]) -> str:
+def _rates_text(rates: Mapping[tuple[str, str], float]) -> str:
     return some_of(f"{a}-{b} {_rate(rate)}" for (a, b), rate in rates.items())
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from speechdp.counting import counted
-from speechdp.doctor.finding import Finding, grouped, minority, ok, some_of, who_has_what
+from speechdp.doctor.finding import Finding, grouped, hosts_by_value, minority, ok, some_of
 from speechdp.doctor.seen import Rank, by_host
 
 _SAME = "install the same version on every host (launch/setup), or share one environment"
@@ -61,7 +61,7 @@ def judge_versions(ranks: Sequence[Rank]) -> list[Finding]:
         values = {host: str(theirs.get(name, "none")) for host, theirs in versions.items() if name in theirs}
         if len(set(values.values())) > 1:
             remedy = _REMEDIES.get(name, _SAME)
-            findings.append(Finding(name, "fail", who_has_what(values), minority(values), remedy))
+            findings.append(Finding(name, "fail", hosts_by_value(values), minority(values), remedy))
         else:
             same.append(f"{name.removesuffix(' version')} {next(iter(values.values()))}")
     return [*findings, ok("versions", ", ".join(same))] if same else findings
@@ -154,13 +154,13 @@ def judge_cores(nodes: Mapping[str, Mapping[str, Any]], num_ranks: Mapping[str, 
             crowded[host] = f"{num_ranks[host]} ranks of {threads} threads on {node['cores']} cores"
     if crowded:
         remedy = "lower slots= or OMP_NUM_THREADS: ranks that share a core wait for one another"
-        return Finding("cores", "warn", who_has_what(crowded), tuple(crowded), remedy)
+        return Finding("cores", "warn", hosts_by_value(crowded), tuple(crowded), remedy)
     threads_of = {host: node["threads"] or "unset" for host, node in nodes.items()}
     if len(set(threads_of.values())) > 1:
         remedy = "set OMP_NUM_THREADS to one value for all: speechdp launch passes it on"
-        found = f"OMP_NUM_THREADS is {who_has_what(threads_of)}"
+        found = f"OMP_NUM_THREADS is {hosts_by_value(threads_of)}"
         return Finding("cores", "warn", found, minority(threads_of), remedy)
-    cores = who_has_what({host: f"{node['cores']} cores" for host, node in nodes.items()})
+    cores = hosts_by_value({host: f"{node['cores']} cores" for host, node in nodes.items()})
     return ok("cores", f"{cores}, OMP_NUM_THREADS {next(iter(threads_of.values()))}")
 
 
@@ -175,7 +175,7 @@ def judge_gpus(nodes: Mapping[str, Mapping[str, Any]], num_ranks: Mapping[str, i
     findings = []
     if len(set(counts.values())) > 1:
         remedy = "leave out hosts without GPUs, or train with --device cpu: all wait for the slowest rank"
-        found = who_has_what({host: f"{count} GPUs" for host, count in counts.items()})
+        found = hosts_by_value({host: f"{count} GPUs" for host, count in counts.items()})
         findings.append(Finding("GPUs", "fail", found, minority(counts), remedy))
     unused = tuple(h for h, n in nodes.items() if n["gpus"]["nvml_gpus"] > 0 and not counts[h])
     cuda_alone = tuple(h for h, n in nodes.items() if n["gpus"]["torch_cuda"] and not counts[h])
@@ -197,7 +197,7 @@ def judge_gpus(nodes: Mapping[str, Mapping[str, Any]], num_ranks: Mapping[str, i
             remedy = (
                 "install one driver everywhere" if what == "GPU driver" else "use hosts with the same GPUs"
             )
-            findings.append(Finding(what, "warn", who_has_what(values), minority(values), remedy))
+            findings.append(Finding(what, "warn", hosts_by_value(values), minority(values), remedy))
     if not findings:
         first = next(iter(nodes.values()))["gpus"]["devices"]
         found = f"{len(first)} x {first[0]['name']} a host" if first else "none"
@@ -223,11 +223,11 @@ def judge_limits(nodes: Mapping[str, Mapping[str, Any]]) -> Finding:
             f"raise nofile to {_FEWEST_FILES} or more in /etc/security/limits.conf: each shard in use "
             "is an open file"
         )
-        return Finding("limits", "warn", f"open files: {who_has_what(few)}", tuple(few), remedy)
+        return Finding("limits", "warn", f"open files: {hosts_by_value(few)}", tuple(few), remedy)
     locked = {h: n["memlock_bytes"] for h, n in nodes.items() if n["infiniband"] and n["memlock_bytes"] >= 0}
     if locked:
         remedy = "set memlock to unlimited in /etc/security/limits.conf: InfiniBand needs it (ulimit -l)"
-        found = f"locked memory in bytes: {who_has_what(locked)}"
+        found = f"locked memory in bytes: {hosts_by_value(locked)}"
         return Finding("limits", "warn", found, tuple(locked), remedy)
     fewest = min((n["open_files"] for n in nodes.values() if n["open_files"] >= 0), default=-1)
     return ok("limits", "open files " + ("unlimited" if fewest < 0 else f"{fewest} or more"))
@@ -239,7 +239,7 @@ def judge_file_locking(nodes: Mapping[str, Mapping[str, Any]]) -> Finding:
     wrong = tuple(host for host, value in values.items() if value.upper() not in _HDF5_LOCKING)
     if wrong or len(set(values.values())) > 1:
         remedy = "unset HDF5_USE_FILE_LOCKING everywhere: speechdp reads without locks by itself"
-        found = f"HDF5_USE_FILE_LOCKING is {who_has_what(values)}"
+        found = f"HDF5_USE_FILE_LOCKING is {hosts_by_value(values)}"
         return Finding("file locking", "warn", found, wrong or minority(values), remedy)
     return ok("file locking", "shards are read without locks")
 

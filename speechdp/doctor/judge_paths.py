@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from speechdp.counting import counted
-from speechdp.doctor.finding import Finding, grouped, minority, ok, some_of, who_has_what
+from speechdp.doctor.finding import Finding, grouped, hosts_by_value, minority, ok, some_of
 from speechdp.doctor.seen import Rank, by_host
 
 _FULL_BYTES = 100 << 20
@@ -31,7 +31,7 @@ def judge_data(ranks: Sequence[Rank], data: str) -> list[Finding]:
             findings.append(Finding("data", "fail", found, (host,), remedy))
     checksums = {host: str(facts["checksum"])[:12] for host, facts in good.items()}
     if len(set(checksums.values())) > 1:
-        found = f"data.json differs: {who_has_what(checksums)}"
+        found = f"data.json differs: {hosts_by_value(checksums)}"
         remedy = "prepare the data once and copy or share that folder"
         findings.append(Finding("data", "fail", found, minority(checksums), remedy))
     if not findings:
@@ -43,8 +43,8 @@ def judge_data(ranks: Sequence[Rank], data: str) -> list[Finding]:
 
 def judge_folder(ranks: Sequence[Rank], folder: str) -> list[Finding]:
     """Check that all hosts share the folder and may write to it, and that its disk has room."""
-    told = {rank.rank: rank for rank in ranks if "folder" in rank.facts}
-    if not told:
+    by_rank = {rank.rank: rank for rank in ranks if "folder" in rank.facts}
+    if not by_rank:
         return []
     findings = []
     facts_of = by_host(ranks, "folder")
@@ -57,11 +57,11 @@ def judge_folder(ranks: Sequence[Rank], folder: str) -> list[Finding]:
             findings.append(
                 Finding("run folder", "fail", f"{folder} cannot be written: {error}", owners, remedy)
             )
-    apart = {rank.host for rank in told.values() if 0 in rank.facts["folder"]["unseen"]}
-    unseen = told[0].facts["folder"]["unseen"] if 0 in told else []
-    apart |= {told[number].host for number in unseen if number in told}
+    apart = {rank.host for rank in by_rank.values() if 0 in rank.facts["folder"]["unseen"]}
+    unseen = by_rank[0].facts["folder"]["unseen"] if 0 in by_rank else []
+    apart |= {by_rank[number].host for number in unseen if number in by_rank}
     if apart:
-        first = told[0].host if 0 in told else "rank 0"
+        first = by_rank[0].host if 0 in by_rank else "rank 0"
         found = f"{folder} there is not the {folder} of {first}"
         remedy = "give a run folder on storage that every host mounts (NFS, Lustre), not a local disk or /tmp"
         findings.append(Finding("run folder", "fail", found, tuple(sorted(apart)), remedy))

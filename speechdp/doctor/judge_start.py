@@ -115,12 +115,12 @@ def judge_reach(reach: Reach) -> list[Finding]:
 
 def _refused(reach: Reach) -> Finding:
     for trouble in _SSH:
-        if trouble.text.search(reach.said):
+        if trouble.text.search(reach.output):
             remedy = trouble.remedy.format(host=reach.host)
             return Finding("reachable", "fail", trouble.meaning, (reach.host,), remedy)
-    said = reach.said.splitlines()[-1] if reach.said else f"exit code {reach.exit_code}"
+    output = reach.output.splitlines()[-1] if reach.output else f"exit code {reach.exit_code}"
     remedy = f"make `ssh {reach.host} true` work without a prompt"
-    return Finding("reachable", "fail", f"the login fails ({said})", (reach.host,), remedy)
+    return Finding("reachable", "fail", f"the login fails ({output})", (reach.host,), remedy)
 
 
 def judge_job(job: JobRecord, placed: Sequence[str]) -> Finding:
@@ -144,7 +144,7 @@ def judge_job(job: JobRecord, placed: Sequence[str]) -> Finding:
 
 
 def _own_words(job: JobRecord) -> Finding | None:
-    for line in job.said:
+    for line in job.output:
         _, is_own, words = line.partition("speechdp: rank ")
         if is_own:
             return Finding("job", "fail", f"rank {words}", (), "fix what the rank names")
@@ -190,7 +190,7 @@ def _hang(job: JobRecord, open_ranks: Sequence[int], placed: Sequence[str]) -> F
 def _known_trouble(job: JobRecord, silent: tuple[str, ...]) -> Finding | None:
     """Return the meaning of a launcher's message, for the hosts that did not report."""
     for trouble in _JOB:
-        line = next((line for line in job.said if trouble.text.search(line)), None)
+        line = next((line for line in job.output if trouble.text.search(line)), None)
         if line is not None:
             return Finding("job", "fail", f"{trouble.meaning} ({line[:160]})", silent, trouble.remedy)
     return None
@@ -204,7 +204,7 @@ def _where(job: JobRecord, open_ranks: Sequence[int], placed: Sequence[str]) -> 
 
 
 def _last_words(job: JobRecord) -> str:
-    telling = [line for line in (job.cause, *job.said) if any(c.isalpha() for c in line)]
+    telling = [line for line in (job.cause, *job.output) if any(c.isalpha() for c in line)]
     return f" ({telling[0][:160]})" if telling else ""
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from speechdp import remedies
 from speechdp.comm import environment
-from speechdp.doctor.wire import ALL, Report, Speaker
+from speechdp.doctor.wire import ALL, Report, ReportWriter
 
 if TYPE_CHECKING:
     from speechdp.comm.base import Communicator
@@ -70,7 +70,7 @@ class Probe:
     def __init__(self, options: ProbeOptions, launch: environment.Launch | None) -> None:
         self._options = options
         self._launch = launch
-        self._speaker = Speaker(0 if launch is None else launch.rank)
+        self._writer = ReportWriter(0 if launch is None else launch.rank)
         self._facts: dict[str, dict[str, Any]] = {}
 
     def run(self) -> int:
@@ -119,7 +119,7 @@ class Probe:
             self._horovod(comm)
         for rank, facts in enumerate(comm.allgather_object(self._facts)):
             if comm.rank == 0:
-                self._speaker.say(Report(rank, ALL, is_end=True, facts=facts))
+                self._writer.write(Report(rank, ALL, is_end=True, facts=facts))
         return 0
 
     def _pairs(self, comm: Communicator) -> None:
@@ -150,8 +150,8 @@ class Probe:
     @contextmanager
     def _part(self, phase: str, limit_s: float | None = None) -> Iterator[dict[str, Any]]:
         limit_s = self._options.limit_s if limit_s is None else limit_s
-        rank = self._speaker.rank
-        self._speaker.say(Report(rank, phase, is_end=False, limit_s=limit_s))
+        rank = self._writer.rank
+        self._writer.write(Report(rank, phase, is_end=False, limit_s=limit_s))
         found: dict[str, Any] = {}
         # By a C thread, since MPI_Init holds the GIL; the doctor knows which part was running.
         with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
@@ -161,7 +161,7 @@ class Probe:
             finally:
                 faulthandler.cancel_dump_traceback_later()
         self._facts[phase] = found
-        self._speaker.say(Report(rank, phase, is_end=True, limit_s=self._options.limit_s, facts=found))
+        self._writer.write(Report(rank, phase, is_end=True, limit_s=self._options.limit_s, facts=found))
 
 
 def _mpi_facts() -> Mapping[str, Any]:

@@ -26,7 +26,7 @@ class Reach:
         is_local: whether it is this machine; then no login is tried, and `exit_code` is 0.
         address: IPv4 address that the name resolves to; "": none.
         exit_code: exit code of the login; None: it did not end in time, or was not tried.
-        said: what ssh printed to stderr; if the login failed, also what came from the host.
+        output: what ssh printed to stderr; if the login failed, also what came from the host.
         missing: programs that cannot be run there.
         tried: False if the launcher needs no login to this host.
         greeting: what the host printed to stdout before our command ran.
@@ -36,7 +36,7 @@ class Reach:
     is_local: bool = False
     address: str = ""
     exit_code: int | None = None
-    said: str = ""
+    output: str = ""
     missing: tuple[str, ...] = ()
     tried: bool = True
     greeting: str = ""
@@ -112,16 +112,16 @@ def look_at(host: str, login: Login | None, run: Callable[..., subprocess.Comple
     except subprocess.TimeoutExpired:
         return Reach(host, address=address)
     except OSError as error:
-        said = f"{login.agent[0]}: {error.strerror}"
-        return Reach(host, address=address, exit_code=127, said=said)
+        output = f"{login.agent[0]}: {error.strerror}"
+        return Reach(host, address=address, exit_code=127, output=output)
     before, logged_in, after = ended.stdout.partition(_LOGGED_IN)
     missing = [
         str(p) for i, p in enumerate(login.programs) if f"speechdp-doctor-missing-{i}" in after.split()
     ]
     exit_code = ended.returncode or (0 if logged_in else 1)
-    said = ended.stderr.strip() if logged_in else f"{ended.stderr} {ended.stdout}".strip()
+    output = ended.stderr.strip() if logged_in else f"{ended.stderr} {ended.stdout}".strip()
     greeting = before.strip() if logged_in else ""
-    return Reach(host, False, address, exit_code, said, tuple(missing), greeting=greeting)
+    return Reach(host, False, address, exit_code, output, tuple(missing), greeting=greeting)
 
 
 def _address(host: str) -> str:

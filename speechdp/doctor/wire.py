@@ -40,14 +40,14 @@ class Report:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Speaker:
+class ReportWriter:
     """Writes this rank's reports to stdout."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self._count = 0
 
-    def say(self, report: Report) -> None:
+    def write(self, report: Report) -> None:
         """Write a report, line by line."""
         for line in to_lines(report, self.rank, self._count):
             sys.stdout.write(line)
@@ -55,17 +55,17 @@ class Speaker:
         self._count += 1
 
 
-def to_lines(report: Report, speaker: int, count: int) -> list[str]:
+def to_lines(report: Report, sender: int, count: int) -> list[str]:
     """Return a report as lines.
 
     Args:
-        speaker: rank that reports.
+        sender: rank that reports.
         count: number of its earlier reports.
     """
     text = json.dumps([report.rank, report.phase, report.is_end, report.limit_s, dict(report.facts)])
     pieces = [text[i : i + _PIECE_CHARACTERS] for i in range(0, len(text), _PIECE_CHARACTERS)]
     return [
-        f"@speechdp-doctor {speaker} {count} {i}/{len(pieces)} {_checksum(piece)} {piece}@\n"
+        f"@speechdp-doctor {sender} {count} {i}/{len(pieces)} {_checksum(piece)} {piece}@\n"
         for i, piece in enumerate(pieces)
     ]
 
@@ -76,17 +76,17 @@ class ReportListener:
     def __init__(self) -> None:
         self._pieces: dict[tuple[int, int], dict[int, str]] = {}
 
-    def hear(self, line: str) -> Report | None:
+    def read(self, line: str) -> Report | None:
         """Return the report that a line completes, if it does."""
         match = _LINE.search(line)
         if match is None or _checksum(match.group(6)) != match.group(5):
             return None
-        speaker, count, index, total = (int(match.group(i)) for i in range(1, 5))
-        pieces = self._pieces.setdefault((speaker, count), {})
+        sender, count, index, total = (int(match.group(i)) for i in range(1, 5))
+        pieces = self._pieces.setdefault((sender, count), {})
         pieces[index] = match.group(6)
         if len(pieces) < total:
             return None
-        del self._pieces[speaker, count]
+        del self._pieces[sender, count]
         return _parse("".join(pieces[i] for i in sorted(pieces)))
 
 

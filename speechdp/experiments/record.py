@@ -12,7 +12,7 @@ from typing import Any
 from speechdp.errors import ConfigError, RunError
 from speechdp.files import cannot_be_written, record_cannot_be_read, write_text_atomically
 from speechdp.json_input import other_version, parse_json
-from speechdp.parallel.run_files import difference, was_and_is
+from speechdp.parallel.run_files import change_text, difference
 from speechdp.report.runs.records import RECORD_VERSION
 
 #: States of a run or job.
@@ -123,11 +123,11 @@ def first_difference(
             _whole(values.get(key, defaults.get(key)), defaults.get(key)) for values in (before, now)
         )
         if was != given:
-            return _told(named(key).replace("_", " "), was, given)
+            return _change_text(named(key).replace("_", " "), was, given)
     return ""
 
 
-def _told(name: str, was: Any, given: Any) -> str:
+def _change_text(name: str, was: Any, given: Any) -> str:
     """Return the name of a setting that differs, with both values in brackets if these are informative."""
     if name == _CHECKSUM:
         return " (on other data)"
@@ -135,9 +135,9 @@ def _told(name: str, was: Any, given: Any) -> str:
         return difference(was, given if isinstance(given, dict) else None) or f" ({name})"
     if isinstance(was, list) and isinstance(given, list):
         gone, new = ([str(x) for x in one if x not in other] for one, other in ((was, given), (given, was)))
-        told = [f"{word} {', '.join(of)}" for word, of in (("without", gone), ("with", new)) if of]
-        return f" ({name}: now {' and '.join(told) or 'in another order'})"
-    return f" ({name} {was_and_is(was, given)})"
+        changes = [f"{word} {', '.join(of)}" for word, of in (("without", gone), ("with", new)) if of]
+        return f" ({name}: now {' and '.join(changes) or 'in another order'})"
+    return f" ({name} {change_text(was, given)})"
 
 
 def _whole(value: Any, default: Any) -> Any:

@@ -26,7 +26,7 @@ from speechdp.feeding.feeder_link import TRAVELLING
 
 
 def feed(channel: PacketChannel, trainers: Sequence[int], dataset: Dataset, workshop: Workshop) -> int:
-    """Serve trainers until the last one says goodbye; return the exit code they have agreed on.
+    """Serve trainers until the last one has finished; return the exit code they have agreed on.
 
     A second thread makes batches in the order in which they are requested.  Meanwhile this thread sends and
     receives packets, so that a batch leaves while the next one is made.

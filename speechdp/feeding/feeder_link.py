@@ -88,7 +88,7 @@ class FeederLink:
             question.answer.cancel()
 
     def close(self, exit_code: int = 0) -> None:
-        """Wait for outstanding answers, say goodbye to the feeders, and join the thread; safe to call twice.
+        """Wait for outstanding answers, send the feeders the exit code, join the thread; safe to call twice.
 
         Args:
             exit_code: the exit code that this job's ranks have agreed on; the feeders exit with it.

@@ -23,16 +23,16 @@ _SMALL_BYTES = 1 << 16
 
 
 @dataclass
-class Goodbye:
-    """A trainer's link to its feeders, and the exit code that its goodbye tells them."""
+class FeederConnection:
+    """A trainer's link to its feeders, and the exit code that it sends them at the end."""
 
     link: FeederLink
     exit_code: int = 0
 
 
 @contextmanager
-def open_link(job: Communicator, roles: Roles, device: torch.device) -> Iterator[Goodbye]:
-    """Link this trainer to its feeders and say goodbye at the end.  Collective over the job.
+def open_link(job: Communicator, roles: Roles, device: torch.device) -> Iterator[FeederConnection]:
+    """Link this trainer to its feeders; at the end send them the exit code.  Collective over the job.
 
     The feeders call `serve_trainers` meanwhile.
 
@@ -42,13 +42,13 @@ def open_link(job: Communicator, roles: Roles, device: torch.device) -> Iterator
         device: of the batches; for a GPU they arrive in page-locked memory.
     """
     channel = job.packets(_into(BufferPool(pin=device.type == "cuda")))
-    goodbye = Goodbye(FeederLink(channel, roles.feeders_of(job.rank)))
+    connection = FeederConnection(FeederLink(channel, roles.feeders_of(job.rank)))
     try:
-        yield goodbye
+        yield connection
     except BaseException:
-        goodbye.link.abandon()
+        connection.link.abandon()
         raise
-    goodbye.link.close(goodbye.exit_code)
+    connection.link.close(connection.exit_code)
     channel.close()
 
 

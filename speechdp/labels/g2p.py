@@ -52,18 +52,18 @@ def guess_pronunciations(
             lacks.
     """
     parts = {word: parts_of(word) for word in words}
-    said = {
+    found = {
         part: lexicon.pronunciations[spelling][0]
         for word, parts_of_word in parts.items()
         for part in parts_of_word
         if part != word and (spelling := lexicon.spelling_of(part)) is not None
     }
-    unsaid = {part for several in parts.values() for part in several} - said.keys()
-    said |= _guess(unsaid, lexicon, model, phones)
+    missing = {part for several in parts.values() for part in several} - found.keys()
+    found |= _guess(missing, lexicon, model, phones)
     return {
-        word: tuple(phone for part in several for phone in said[part])
+        word: tuple(phone for part in several for phone in found[part])
         for word, several in parts.items()
-        if all(part in said for part in several)
+        if all(part in found for part in several)
     }
 
 
@@ -150,15 +150,17 @@ def _apply(programs: _Programs, folder: Path, words: Sequence[str], model: Path)
     listed.write_text("".join(f"{word.lower()}\n" for word in words), encoding="utf-8")
     if not words:
         return {}
-    said = programs.run(_APPLYING, f"--model={model}", f"--wordlist={listed}", "--nbest=1")
+    ended = programs.run(_APPLYING, f"--model={model}", f"--wordlist={listed}", "--nbest=1")
     # Unknown letters are skipped; standard error has a line for each, in quotation marks.
-    unheard = {line.split("'")[1] for line in said.stderr.splitlines() if line.startswith("Symbol: '")}
-    rows = (line.split("\t") for line in said.stdout.splitlines())
+    unknown_letters = {
+        line.split("'")[1] for line in ended.stderr.splitlines() if line.startswith("Symbol: '")
+    }
+    rows = (line.split("\t") for line in ended.stdout.splitlines())
     found = {row[0]: tuple(row[2].split()) for row in rows if len(row) == 3}  # word, cost, phones
     return {
         word: found[word.lower()]
         for word in words
-        if found.get(word.lower()) and not unheard & set(word.lower())
+        if found.get(word.lower()) and not unknown_letters & set(word.lower())
     }
 
 
@@ -189,8 +191,8 @@ class _Programs:
                 check=True,
             )
         except subprocess.CalledProcessError as error:
-            said = [line for line in error.stderr.splitlines() if not line[:1].isdecimal()]  # no progress
-            reason = said[-1][:200] if said else f"exit code {error.returncode}"
+            messages = [line for line in error.stderr.splitlines() if not line[:1].isdecimal()]  # no progress
+            reason = messages[-1][:200] if messages else f"exit code {error.returncode}"
             what = "--g2p-model that phonetisaurus-train wrote" if name == _APPLYING else "larger lexicon"
             raise ConfigError(
                 f"{name} failed ({reason}); give a {what}, or leave --unknown-words g2p out"

@@ -11,7 +11,7 @@ from speechdp import exit_codes
 from speechdp.launching.hostfile import Host
 
 FaultKind = Literal[
-    "said",
+    "reported",
     "killed",
     "exited",
     "host lost",
@@ -68,10 +68,10 @@ class Fault:
         who = "a rank" if self.rank is None else f"rank {self.rank}"
         if self.host is not None and self.rank is not None:
             who += f" on {self.host}"
-        if self.kind == "said" and self.exit_code == exit_codes.HUNG:
+        if self.kind == "reported" and self.exit_code == exit_codes.HUNG:
             return f"the job hung; the message of {who} above names the late ranks"
         return {
-            "said": f"{who} failed, its message is above",
+            "reported": f"{who} failed, its message is above",
             "aborted": f"{who} failed, its message is above",
             "start hung": "not all ranks have started; run `speechdp doctor` to check every host",
             "killed": f"{who} was killed by {_signal_name(self.signal)}",
@@ -103,7 +103,7 @@ def ends_job(fault: Fault, *, tolerates_loss: bool = False) -> bool:
         return False
     if fault.kind in ("killed", "exited"):
         return not tolerates_loss
-    return fault.kind != "said" or fault.rank is not None
+    return fault.kind != "reported" or fault.rank is not None
 
 
 def is_gone(fault: Fault) -> bool:
@@ -133,7 +133,7 @@ def located(faults: Sequence[Fault], hosts: Sequence[Host], *, was_killed: bool 
     def locate(fault: Fault) -> Fault:
         host = None if fault.host is None else known.get(short_name(fault.host))
         # With feeders, a rank's own message numbers only training ranks.
-        if host is None and fault.kind != "said" and fault.rank is not None and fault.rank < len(of_rank):
+        if host is None and fault.kind != "reported" and fault.rank is not None and fault.rank < len(of_rank):
             host = of_rank[fault.rank]
         if host == "localhost":
             host = fault.host  # more informative
@@ -149,16 +149,18 @@ def _after_srun(faults: Sequence[Fault], hosts: Sequence[Host], *, was_killed: b
     node, whose loss Slurm learns only minutes later.  So hosts that srun does not report on are lost, and
     ranks that it killed are not the cause.
     """
-    told = [fault for fault in faults if fault.kind not in _OF_STEP]
+    of_hosts = [fault for fault in faults if fault.kind not in _OF_STEP]
     kinds = [fault.kind for fault in faults]
     if "step aborted" not in kinds or not (was_killed or "step timed out" in kinds):
-        return told
-    heard = {short_name(f.host) for f in told if f.kind in ("killed", "exited") and f.host is not None}
-    lost = [host.name for host in hosts if short_name(host.name) not in heard]
+        return of_hosts
+    reported_hosts = {
+        short_name(f.host) for f in of_hosts if f.kind in ("killed", "exited") and f.host is not None
+    }
+    lost = [host.name for host in hosts if short_name(host.name) not in reported_hosts]
     if len(lost) in (0, len(hosts)):
-        return told
+        return of_hosts
     killed = [fault for fault in faults[kinds.index("step aborted") :] if fault.kind == "killed"]
-    rest = [fault for fault in told if fault not in killed]
+    rest = [fault for fault in of_hosts if fault not in killed]
     return [*(Fault("host lost", host=host) for host in lost), *rest]
 
 
@@ -175,15 +177,15 @@ def first_cause(faults: Sequence[Fault]) -> Fault | None:
     all ranks do not count.
     """
     faults = [fault for fault in faults if fault.kind not in _OF_STEP]
-    said = next((fault for fault in faults if fault.kind == "said"), None)
+    reported = next((fault for fault in faults if fault.kind == "reported"), None)
     # Behind ssh a killed rank looks like this; ranks with messages have only noticed its end.
-    speakers = {fault.rank for fault in faults if fault.kind == "said"}
-    cut_off = next((f for f in faults if f.exit_code == ENDED_BY_SSH and f.rank not in speakers), None)
+    with_message = {fault.rank for fault in faults if fault.kind == "reported"}
+    cut_off = next((f for f in faults if f.exit_code == ENDED_BY_SSH and f.rank not in with_message), None)
     lost = next((fault for fault in faults if fault.kind == "host lost"), None)
     killed = next(
         (fault for fault in faults if fault.kind == "killed" and fault.signal != signal.SIGTERM), None
     )
-    return killed or lost or cut_off or said or next(iter(faults), None)
+    return killed or lost or cut_off or reported or next(iter(faults), None)
 
 
 def _signal_name(number: int | None) -> str:

@@ -376,7 +376,7 @@ class LauncherOutput:
             number = signal.Signals[ended["name"]]
             self.faults.append(Fault("killed", rank, match["host"], signal=number))
             return True
-        self.faults.append(Fault("said", rank, match["host"], exit_code=exit_code, silent_hosts=silent))
+        self.faults.append(Fault("reported", rank, match["host"], exit_code=exit_code, silent_hosts=silent))
         return True
 
 

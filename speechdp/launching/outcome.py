@@ -108,7 +108,7 @@ def has_tried_all(target: Target) -> bool:
     return bool(failed) and all(done)
 
 
-def how_a_script_goes_on(
+def how_a_script_resumes(
     end: JobEnd, exit_code: int, folder: Path | None, *, may_begin_anew: bool = False
 ) -> str:
     """Return the advice to append to the reason why a user's script was stopped or failed: a clause or "".
@@ -218,15 +218,15 @@ def verdict(end: JobEnd, target: Target | None) -> Verdict:
         happened = (
             f"the job ended with exit code 0 but left no completion marker in {target.directory} ({reason})"
         )
-        return Verdict(exit_codes.FAILED, f"{happened}{_known(target)}", _how_to_go_on(target))
+        return Verdict(exit_codes.FAILED, f"{happened}{_known(target)}", _how_to_resume(target))
     happened = _what_happened(end, exit_code, cause)
     begun = target is not None and last_checkpoint(target) is not None
     if exit_code in _REFUSED and cause is None:  # the launcher's own exit code: no rank refused anything
-        return Verdict(exit_code, f"{happened}{_known(target)}", _how_to_go_on(target) if begun else "")
+        return Verdict(exit_code, f"{happened}{_known(target)}", _how_to_resume(target) if begun else "")
     if exit_code in _REFUSED or (cause is not None and cause.kind in _NOT_STARTED):
         # Repeating the command does not correct a user error; its own message names the remedy.
         return Verdict(exit_code, f"{happened}{_known(target) if begun else ''}")
-    return Verdict(exit_code, f"{happened}{_known(target)}", _how_to_go_on(target))
+    return Verdict(exit_code, f"{happened}{_known(target)}", _how_to_resume(target))
 
 
 def _stopped(end: JobEnd, exit_code: int, target: Target | None) -> Verdict:
@@ -240,12 +240,12 @@ def _stopped(end: JobEnd, exit_code: int, target: Target | None) -> Verdict:
     happened = f"the job was stopped by {signal.Signals(end.stop_signal).name}"
     cause = first_cause(end.faults)
     if (
-        cause is not None and cause.kind == "said"
+        cause is not None and cause.kind == "reported"
     ):  # e.g. a full disk, which must not be reported as an ordinary stop
         happened = f"{happened}, and {_what_happened(end, exit_code, cause)}"
     elif exit_code not in (exit_codes.STOPPED, exit_codes.STOPPED_UNSAVED):
         exit_code = 128 + end.stop_signal
-    return Verdict(exit_code, f"{happened}{_known(target)}", _how_to_go_on(target))
+    return Verdict(exit_code, f"{happened}{_known(target)}", _how_to_resume(target))
 
 
 def ranks_exit_code(end: JobEnd) -> int:
@@ -266,8 +266,8 @@ def ranks_exit_code(end: JobEnd) -> int:
 def _what_happened(end: JobEnd, exit_code: int, cause: Fault | None) -> str:
     """Name the failed rank and host if the launcher reported them, else the meaning of its exit code."""
     if cause is not None and exit_code != exit_codes.STOPPED:
-        told = cause.kind == "exited" and cause.exit_code == exit_code
-        return cause.describe() if told else f"{cause.describe()} (exit code {exit_code})"
+        is_exit_code_of_job = cause.kind == "exited" and cause.exit_code == exit_code
+        return cause.describe() if is_exit_code_of_job else f"{cause.describe()} (exit code {exit_code})"
     if end.killed_by is not None:
         return f"the launcher itself was killed by {signal.Signals(end.killed_by).name}"
     return f"the job ended with exit code {exit_code} ({_meaning(exit_code)})"
@@ -283,7 +283,7 @@ def _known(target: Target | None) -> str:
     return "" if target.subcommand == "sweep" else f"; no checkpoint in {target.directory} yet"
 
 
-def _how_to_go_on(target: Target | None) -> str:
+def _how_to_resume(target: Target | None) -> str:
     """Name the next step."""
     if target is None:
         return ""

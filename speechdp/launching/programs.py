@@ -85,9 +85,9 @@ def _identified(mpirun: Path, prefix: Path | None) -> Mpirun:
     if answer.returncode < 0:
         by = signal.Signals(-answer.returncode).name
         raise ConfigError(f"{mpirun} --version was killed by {by}; try again, or {_REMEDY}")
-    said = (answer.stdout + answer.stderr).strip().splitlines()[:1]
+    output = (answer.stdout + answer.stderr).strip().splitlines()[:1]
     raise ConfigError(
-        f"{mpirun} belongs to neither Open MPI, MPICH nor Intel MPI (it says {said}); {_REMEDY}"
+        f"{mpirun} belongs to neither Open MPI, MPICH nor Intel MPI (it says {output}); {_REMEDY}"
     )
 
 

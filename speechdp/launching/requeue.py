@@ -19,7 +19,7 @@ from speechdp.process.ending import WARNINGS, give_up_handler
 _QDEL = signal.SIGUSR2
 
 
-def is_to_go_on(
+def is_to_be_resumed(
     end: JobEnd, exit_code: int, scheduler: Scheduler | None = None, *, begins_anew: bool = False
 ) -> bool:
     """Return whether the batch system, not the user, stopped the job: it saved, or had nothing to save yet.
@@ -49,7 +49,7 @@ def is_ended_unsaved(end: JobEnd, exit_code: int, scheduler: Scheduler | None = 
 
     Args:
         exit_code: exit code of the launch, from `outcome.verdict`.
-        scheduler: as for `is_to_go_on`.
+        scheduler: as for `is_to_be_resumed`.
     """
     signum = end.stop_signal
     without_answer = signum is not None and _is_warning(signum, scheduler) and exit_code == 128 + signum
@@ -110,5 +110,5 @@ def _order(argv: list[str], remedy: str) -> None:
     except _Accepted:
         return
     if answer.returncode not in (0, -signal.SIGTERM):  # the program may be ended first, by the same signal
-        said = " ".join((answer.stderr or answer.stdout).split())
-        raise ConfigError(f"{' '.join(argv)} failed ({said}); {remedy}")
+        output = " ".join((answer.stderr or answer.stdout).split())
+        raise ConfigError(f"{' '.join(argv)} failed ({output}); {remedy}")

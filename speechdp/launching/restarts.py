@@ -160,7 +160,7 @@ class Restarts:
         left = replace(self.hostfile, hosts=tuple(usable))
         return left.allocate(min(self.num_ranks, slots))
 
-    def going_on(self, arguments: Sequence[str]) -> tuple[str, ...]:
+    def resume_arguments(self, arguments: Sequence[str]) -> tuple[str, ...]:
         """Return the command line of a further start, which resumes the run if it has begun."""
         if self.is_script:
             return tuple(arguments)
@@ -217,23 +217,26 @@ def find_reachable(
         environment: environment of the probes.
         stopped: returns whether to give up; hosts that have not answered by then count as unreachable.
     """
-    others = [host for host in hosts if not is_this_machine(host.name)]
-    answering: set[str] = {host.name for host in hosts if host not in others}
-    for start in range(0, len(others), _PROBES_AT_ONCE):
-        with ExitStack() as stack:
-            running: dict[str, subprocess.Popen[bytes]] = {}
-            stack.callback(_end_probes, running)
-            for host in others[start : start + _PROBES_AT_ONCE]:
+    untried = [host for host in hosts if not is_this_machine(host.name)]
+    reachable = {host.name for host in hosts if host not in untried}
+    running: dict[str, subprocess.Popen[bytes]] = {}
+    deadlines: dict[str, float] = {}
+    with ExitStack() as stack:
+        stack.callback(lambda: _end_probes(list(running.values())))
+        while (untried or running) and not stopped():
+            while untried and len(running) < _PROBES_AT_ONCE:
+                host = untried.pop(0)
                 running[host.name] = _start_probe(probe(host), environment)
-            deadline = time.monotonic() + _PROBE_S
-            while any(child.poll() is None for child in running.values()):
-                if time.monotonic() > deadline or stopped():
-                    break
+                deadlines[host.name] = time.monotonic() + _PROBE_S
+            ended = {name for name, child in running.items() if child.poll() is not None}
+            reachable |= {name for name in ended if running[name].returncode == 0}
+            late = {name for name in {*running} - ended if time.monotonic() > deadlines[name]}
+            _end_probes([running[name] for name in late])
+            for name in ended | late:
+                del running[name]
+            if running:
                 time.sleep(_POLL_S)
-            answering |= {name for name, child in running.items() if child.poll() == 0}
-        if stopped():
-            break
-    return [host for host in hosts if host.name in answering]
+    return [host for host in hosts if host.name in reachable]
 
 
 def _start_probe(argv: list[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -247,9 +250,9 @@ def _start_probe(argv: list[str], environment: Mapping[str, str]) -> subprocess.
     )
 
 
-def _end_probes(running: Mapping[str, subprocess.Popen[bytes]]) -> None:
-    """End running probes and all their descendants: mpirun's ssh has a process group of its own."""
-    waiting = [child for child in running.values() if child.poll() is None]
+def _end_probes(probes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End probes that still run and all their descendants: mpirun's ssh has a process group of its own."""
+    waiting = [child for child in probes if child.poll() is None]
     below = [pid for child in waiting for pid in descendants(child.pid)]  # not found after mpirun has ended
     for child in waiting:
         child.terminate()  # mpirun then deletes the folder of its session

@@ -234,16 +234,16 @@ def submit(submission: Submission, search_path: str) -> str:
     """
     program = submission.argv[0]
     answer = _run_program(submission, search_path)
-    said = " ".join(f"{answer.stderr} {answer.stdout}".split()) or "nothing"
+    answered = " ".join(f"{answer.stderr} {answer.stdout}".split()) or "nothing"
     if answer.returncode != 0:
         raise ConfigError(
-            f"{program} refused {submission.path} with exit code {answer.returncode}; it says: {said}; "
+            f"{program} refused {submission.path} with exit code {answer.returncode}; it says: {answered}; "
             "the script is kept, to be edited and submitted by hand"
         )
     match = SYSTEMS[submission.scheduler].printed_id.search(answer.stdout)
     if match is None:
         raise ConfigError(
-            f"{program} took {submission.path} but printed no job id; it says: {said}; "
+            f"{program} took {submission.path} but printed no job id; it says: {answered}; "
             "ask the batch system which jobs are queued before you submit again"
         )
     return match.group(1)

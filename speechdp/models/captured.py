@@ -131,7 +131,7 @@ class Graphs:
     def __init__(self, functions: Sequence[CapturedFunction], device: torch.device) -> None:
         self._functions, self._device = functions, device
         self._num_steps, self._due = 0, _FIRST_CAPTURE
-        self._is_told = False
+        self._has_warned = False
 
     @classmethod
     def of(cls, model: nn.Module, device: torch.device, make_recorder: Callable[[], Recorder]) -> Graphs:
@@ -171,8 +171,8 @@ class Graphs:
             had_room = True
             for function in self._functions:
                 had_room = function.capture(has_room) and had_room
-            if not (had_room or self._is_told):
-                self._is_told = True
+            if not (had_room or self._has_warned):
+                self._has_warned = True
                 warn(
                     "not enough GPU memory for more CUDA graphs beside training: batches of other lengths "
                     "are computed without graphs, which is slower; smaller batches leave more memory"

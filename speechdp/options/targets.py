@@ -13,14 +13,14 @@ _SPREAD = (
 )
 
 
-def tell_of_spread_targets(
-    options: TrainOptions, open_data: Callable[[], Dataset], say: Callable[[str], None]
+def warn_of_spread_targets(
+    options: TrainOptions, open_data: Callable[[], Dataset], print_line: Callable[[str], None]
 ) -> None:
     """Print a notice if the run will train on targets that only spread each transcript evenly.
 
     Args:
         open_data: returns the data; not called if the options do not use the data's own alignment.
-        say: prints the line.
+        print_line: prints the line.
     """
     if options.trusts_alignment and (dataset := open_data()).alignment == FLAT:
-        say(_SPREAD.format(data=dataset.path))
+        print_line(_SPREAD.format(data=dataset.path))

@@ -23,7 +23,7 @@ _FIRST_PID_NAMESPACE = "pid:[4026531836]"
 START_VARIABLE = "SPEECHDP_START"
 
 
-class Fate(enum.Enum):
+class ProcessState(enum.Enum):
     """What is known of a process."""
 
     GONE = "gone"
@@ -114,15 +114,15 @@ class Claimant:
         """Return the content of owner.json."""
         return {"format": CLAIM_FORMAT, "version": CLAIM_VERSION, **asdict(self)}
 
-    def fate_of(self, other: Claimant) -> Fate:
+    def fate_of(self, other: Claimant) -> ProcessState:
         """Return what this process, on its host, knows about another."""
         if self.boot and self.pid_namespace and self.boot == other.boot:
             if self.pid_namespace != other.pid_namespace:
-                return Fate.UNKNOWN
-            return process_fate(other.pid, other.process_start)
+                return ProcessState.UNKNOWN
+            return process_state(other.pid, other.process_start)
         if self._is_on_machine_of(other) and self.boot and other.boot:
-            return Fate.GONE  # the host has been rebooted since
-        return Fate.UNKNOWN
+            return ProcessState.GONE  # the host has been rebooted since
+        return ProcessState.UNKNOWN
 
     def _is_on_machine_of(self, other: Claimant) -> bool:
         """Return whether both are certainly on one host; containers may share both name and id."""
@@ -141,20 +141,20 @@ class Claimant:
         return printable(text)  # it may come from a file
 
 
-def process_fate(pid: int, start: int | None) -> Fate:
+def process_state(pid: int, start: int | None) -> ProcessState:
     """Return whether the process with this id and start time still exists on this host."""
     here = _stat(pid)
     if here is not None and start is not None:
         state, started = here
-        return Fate.ALIVE if started == start and state not in ("Z", "X") else Fate.GONE
+        return ProcessState.ALIVE if started == start and state not in ("Z", "X") else ProcessState.GONE
     # Last, as the process may end meanwhile.  /proc may hide other users' processes.
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
-        return Fate.GONE
+        return ProcessState.GONE
     except (OverflowError, OSError):
         pass
-    return Fate.UNKNOWN
+    return ProcessState.UNKNOWN
 
 
 def _process_start(pid: int) -> int | None:

@@ -27,7 +27,8 @@ class FolderKind:
     """What one command writes into a folder of its own (docs/run-directory.md).
 
     Attributes:
-        what: what the folder holds, for messages, e.g. "a run".
+        name: what the folder holds, in messages, e.g. "run".
+        what: the name with its article, e.g. "a run".
         record: file that distinguishes it from folders of other commands.
         begun: further patterns, one of which matches in a folder that was left before it had its record.
         contents: patterns of the names that may be in it, except those that patterns of `begun` start with.
@@ -35,6 +36,7 @@ class FolderKind:
             parts.
     """
 
+    name: str
     what: str
     record: str
     begun: tuple[str, ...] = ()
@@ -67,6 +69,7 @@ _TARGETS = (
     "realign/*/run.json",
 )
 RUN = FolderKind(
+    "run",
     "a run",
     "run.json",
     (*_TARGETS, "completed.json", "checkpoints/step-*"),
@@ -86,9 +89,10 @@ RUN = FolderKind(
 )
 _RUNS = (*RUN.records, OWNER_FILE)
 SWEEP = FolderKind(
-    "a sweep", "sweep.json", _TARGETS, ("report", "race", "simulation", "logs", "notices.txt"), _RUNS
+    "sweep", "a sweep", "sweep.json", _TARGETS, ("report", "race", "simulation", "logs", "notices.txt"), _RUNS
 )
 COMPARISON = FolderKind(
+    "comparison",
     "a comparison",
     "compare.json",
     (),
@@ -96,6 +100,7 @@ COMPARISON = FolderKind(
     _RUNS,
 )
 PROFILE = FolderKind(
+    "profile",
     "a profile",
     "profile.json",
     (),
@@ -103,9 +108,14 @@ PROFILE = FolderKind(
     ("rank-*.jsonl", "samples-*.jsonl", "memory.json", "job.json"),
 )
 TUNE = FolderKind(
-    "a search", "tune.json", (), ("measure", "runs", "alignment", "race", "logs", "tune", "notices.txt")
+    "search",
+    "a search",
+    "tune.json",
+    (),
+    ("measure", "runs", "alignment", "race", "logs", "tune", "notices.txt"),
 )
 DATA = FolderKind(
+    "prepared data",
     "prepared data",
     "data.json",
     (),
@@ -146,18 +156,18 @@ def refuse_inside(folder: Path) -> None:
                 )
 
 
-def continuing(folder: Path, alone: str = "--resume") -> str:
-    """Return how an unfinished run is gone on with, to complete "continue it ...".
+def how_to_continue(run_dir: Path, option: str = "--resume") -> str:
+    """Return the remedy for an unfinished run, as the end of a message such as "continue it ...".
 
     Args:
-        folder: of the run.
-        alone: the option that continues it where it is no part of a sweep, comparison or search.
+        run_dir: folder of the run.
+        option: what continues a run that is not part of a sweep, comparison or search.
     """
-    for parent in Path(os.path.realpath(folder)).parents[:2]:  # a search has its runs in a folder of theirs
+    for parent in Path(os.path.realpath(run_dir)).parents[:2]:  # a search keeps its runs in SEARCH/runs
         for kind in (SWEEP, COMPARISON, TUNE):
             if is_record(parent / kind.record):
-                return f"by giving the command of the {kind.what.split()[-1]} again"
-    return f"with {alone}"
+                return f"by giving the command of the {kind.name} again"
+    return f"with {option}"
 
 
 def is_record(path: Path) -> bool:

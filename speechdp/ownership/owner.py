@@ -30,7 +30,7 @@ from speechdp import remedies
 from speechdp.errors import ConfigError, FolderInUseError, RunError
 from speechdp.files import cannot_be_written, hand_over
 from speechdp.json_input import parse_json
-from speechdp.ownership.claimant import Claimant, Fate
+from speechdp.ownership.claimant import Claimant, ProcessState
 
 OWNER_FILE = "owner.json"
 _MOST_BYTES = 1 << 16
@@ -69,7 +69,7 @@ class Surroundings:
     """What an owner needs of its process.
 
     Attributes:
-        say: called with a line for the user.
+        print_line: prints a line for the user.
         end: ends the process at once with a line; called in a thread when another has taken over the folder.
         stopped: returns whether the process was asked to stop.
         pause: sleeps for the given time, s.
@@ -77,7 +77,7 @@ class Surroundings:
         clock: returns the time in seconds, including suspension.
     """
 
-    say: Callable[[str], None]
+    print_line: Callable[[str], None]
     end: Callable[[str], None]
     stopped: Callable[[], bool] = _never
     pause: Callable[[float], None] = time.sleep
@@ -220,7 +220,7 @@ class FolderOwner:
     def _lost(self) -> str:
         """Return the message on why this process may no longer be the only owner."""
         if self._refused is not None:
-            refused = cannot_be_written(self.file, self._refused, remedies.going_on())
+            refused = cannot_be_written(self.file, self._refused, remedies.resuming())
             return f"{refused}; without that file another job may write in the folder, so this process ends"
         return (
             f"{self.folder}: this process was silent for too long, and another may have written "
@@ -268,14 +268,14 @@ class FolderOwner:
             StopAsked: this process was asked to stop while it waited.
         """
         other, me = sight.claimant, self._claimant
-        fate = Fate.UNKNOWN if other is None else me.fate_of(other)
+        fate = ProcessState.UNKNOWN if other is None else me.fate_of(other)
         in_its_place = other is not None and me.comes_after(other)
-        if fate is Fate.GONE or (in_its_place and fate is Fate.UNKNOWN):
+        if fate is ProcessState.GONE or (in_its_place and fate is ProcessState.UNKNOWN):
             return True
-        if fate is Fate.ALIVE and not in_its_place:
+        if fate is ProcessState.ALIVE and not in_its_place:
             raise self._refusal(sight)
         timing = self._surroundings.timing
-        self._surroundings.say(
+        self._surroundings.print_line(
             f"{self.folder}: is in use by {_describe(sight)}; will be taken over if that job "
             f"{'does not end' if in_its_place else 'shows no sign of life'} within {timing.silence_s:g} s"
         )
@@ -286,7 +286,7 @@ class FolderOwner:
             chain = self._chain()
             if not chain or chain[-1].key != sight.key:
                 return False
-            if other is not None and me.fate_of(other) is Fate.GONE:
+            if other is not None and me.fate_of(other) is ProcessState.GONE:
                 return True
             if chain[-1].changed_ns != sight.changed_ns and not in_its_place:
                 raise self._refusal(chain[-1])
@@ -309,7 +309,7 @@ class FolderOwner:
                 _remove(sight.path)
         finally:
             _remove(mine)
-        self._surroundings.say(f"{self.folder}: taken over from {_describe(gone)}, which is gone")
+        self._surroundings.print_line(f"{self.folder}: taken over from {_describe(gone)}, which is gone")
         return True
 
     def _comes_after(self, sight: _Sight) -> bool:
@@ -456,11 +456,11 @@ def _look(path: Path) -> _Sight | None:
 
 def _describe(sight: _Sight) -> str:
     try:
-        heard = datetime.fromtimestamp(sight.changed_ns / 1e9).astimezone().isoformat(timespec="seconds")
+        last_seen = datetime.fromtimestamp(sight.changed_ns / 1e9).astimezone().isoformat(timespec="seconds")
     except (ValueError, OverflowError, OSError):  # the host's clock is far off: no representable date
-        heard = "at a time that is no date"
+        last_seen = "at a time that is no date"
     who = f"a job that {sight.path} does not name" if sight.claimant is None else str(sight.claimant)
-    return f"{who}, last heard of {heard}"
+    return f"{who}, last heard of {last_seen}"
 
 
 def _remove(path: Path) -> None:

@@ -217,7 +217,7 @@ class DataParallel:
         """
         if self._is_cut and self._phase is _Phase.ENDED:  # done at the step that cut training off
             return
-        is_stopped = error is None and self._stop is not None and self._stop.is_told
+        is_stopped = error is None and self._stop is not None and self._stop.is_reported
         with ExitStack() as ending:
             ending.callback(self._end)
             ending.callback(self.timeline.close)
@@ -507,8 +507,8 @@ class DataParallel:
 
     def _note_left(self, block: str, error: BaseException) -> None:
         """Note which error left a block: from there on this rank is not where the others are."""
-        said = one_line(error, 200)
-        self._left_by = (block, f"{type(error).__name__}{said and ': '}{said}")
+        message = one_line(error, 200)
+        self._left_by = (block, f"{type(error).__name__}{message and ': '}{message}")
 
     def _sum_of_weights(self, *, evaluates: bool = False) -> int:
         """Return the sum of all ranks' weights so far; agree on whether to stop.  Collective."""
@@ -634,7 +634,7 @@ class DataParallel:
             RunError: training has begun.
         """
         self._check_new("load_state_dict")
-        otherwise = f"or {OWN_STATE}" if self._folder.is_told else "or leave the state out"
+        otherwise = f"or {OWN_STATE}" if self._folder.is_set_by_environment else "or leave the state out"
         self._load(state, "load_state_dict: the state", otherwise)
 
     def _load(self, state: dict[str, Any], what: str, otherwise: str) -> None:
@@ -727,7 +727,7 @@ class DataParallel:
             self.strategy.load_state_dict(_copied(state["strategy"]))
         self._begun_s = state["time_s"]
         self.timeline.resume_at(self._begun_s)
-        self._folder.go_on_after(self.steps)
+        self._folder.resume_after(self.steps)
 
     def _check_new(self, what: str) -> None:
         if self._phase is not _Phase.NEW:
@@ -905,9 +905,9 @@ def _plain(name: str, value: SupportsFloat | str | None) -> float | int | str | 
     try:
         return int(value) if isinstance(value, numbers.Integral) else float(value)
     except (TypeError, ValueError, RuntimeError) as error:  # the last is torch's
-        said = one_line(error)
+        message = one_line(error)
         raise ConfigError(
-            f"run.log({name}=...): float() cannot convert the value ({said}); give a number or a text"
+            f"run.log({name}=...): float() cannot convert the value ({message}); give a number or a text"
         ) from error
 
 

@@ -71,7 +71,7 @@ class Exchange:
         delay: number of steps after which ranks wait for a sum (DELAYED).
         topology: who exchanges with whom (NEIGHBOURS, GOSSIP).
         overlaps: the exchange runs beside the next step's forward and backward pass (NEIGHBOURS).
-        groups: number of ranks in a group that sums its gradients at every step (GOSSIP).
+        group_size: number of ranks in a group that sums its gradients at every step (GOSSIP).
         dedicated: rank 0 only serves.
         at_server: rank 0 gathers and hands back (TOGETHER); its update replaces the ranks' own (SERVER).
         rounds: one in so many exchanges is between nodes, the others are inside nodes (TOGETHER); 0: every
@@ -87,7 +87,7 @@ class Exchange:
     delay: int = 0
     topology: str = ""
     overlaps: bool = True
-    groups: int = 1
+    group_size: int = 1
     dedicated: bool = False
     at_server: bool = False
     rounds: int = 0

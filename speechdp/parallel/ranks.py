@@ -24,7 +24,7 @@ from speechdp.errors import ConfigError
 from speechdp.launching.cores import share_cores
 from speechdp.parallel.script_checks import check_same_call
 from speechdp.process.ending import Stopped, StoppedUnsaved
-from speechdp.process.notices import tell, warn
+from speechdp.process.notices import print_message, warn
 from speechdp.watchdog.host_board import HostBoard
 from speechdp.watchdog.script_watchdog import HANG_TIMEOUT, ScriptWatchdog
 
@@ -91,7 +91,7 @@ def run_ranks(
         comm.device = choose_device(device, comm.local_rank)
         check_devices(comm, comm.device)
         try:
-            with _group_told():
+            with _explain_missing_group():
                 results[comm.rank] = main(comm)
         except StoppedUnsaved as stop:
             if comm.rank == 0:
@@ -118,7 +118,7 @@ def _refuse_in_worker() -> None:
     """
     # multiprocessing itself uses this flag to refuse to start processes meanwhile.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        tell(
+        print_message(
             "a worker process (of a DataLoader, say) imported the script and called run_ranks(main), which "
             'only ranks may call; put the call under `if __name__ == "__main__":`'
         )
@@ -126,7 +126,7 @@ def _refuse_in_worker() -> None:
 
 
 @contextmanager
-def _group_told() -> Iterator[None]:
+def _explain_missing_group() -> Iterator[None]:
     """Say what to do if the block relies on torch's process group.  Raises ConfigError."""
     try:
         yield

@@ -184,7 +184,7 @@ class RunDirectory:
                 f"{path}: cannot be read ({error}); {remedies.starting_over(self.path)}"
             ) from error
         except OSError as error:
-            raise RunError(cannot_be_read(path, error, remedies.going_on())) from error
+            raise RunError(cannot_be_read(path, error, remedies.resuming())) from error
 
     def _head(self) -> dict[str, Any]:
         """Return run.json; empty if it is missing or cannot be read."""
@@ -259,7 +259,7 @@ class RunDirectory:
             differs = difference(record.get("options"), options, defaults or {})
             raise ConfigError(
                 f"{path}: the run was begun with other options{differs}; "
-                f"{remedies.going_on_as_begun()}, or choose another folder"
+                f"{remedies.resuming_as_begun()}, or choose another folder"
             )
         if not same_data:
             raise ConfigError(
@@ -391,7 +391,7 @@ def _disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RunError(cannot_be_written(path, error, remedies.going_on())) from error
+        raise RunError(cannot_be_written(path, error, remedies.resuming())) from error
 
 
 def _of(line: str, name: str) -> float:
@@ -425,7 +425,7 @@ def difference(
     """
     if not isinstance(begun, dict) or given is None:
         return ""
-    found = [f"{name} {was_and_is(was, now)}" for name, was, now in differing(begun, given, defaults)]
+    found = [f"{name} {change_text(was, now)}" for name, was, now in differing(begun, given, defaults)]
     return f" ({'; '.join(found)})" if found else ""
 
 
@@ -446,7 +446,7 @@ def differing(
             yield f"--{name.replace('_', '-')}", before, value
 
 
-def was_and_is(before: Any, now: Any) -> str:
+def change_text(before: Any, now: Any) -> str:
     """Describe the change of a setting: `was 1, is 5`."""
 
     def text(value: Any) -> str:

@@ -210,7 +210,7 @@ def check_loadable(
             f"{comm.size}; use as many ranks and load on each the state that it saved, {otherwise}"
         )
     now = describe(strategy)
-    saved, here = _told_apart(_in_full(state.get("strategy_options", now)), now)
+    saved, here = _differences(_in_full(state.get("strategy_options", now)), now)
     if saved != here:
         raise ConfigError(
             f"{what} was saved with the strategy {saved}, but this run uses {here}; give the strategy it "
@@ -236,7 +236,7 @@ def _in_full(strategy: str) -> str:
         return strategy
 
 
-def _told_apart(saved: str, here: str) -> tuple[str, str]:
+def _differences(saved: str, here: str) -> tuple[str, str]:
     """Return two strategies in `describe` form, reduced to their differences; equal ones to the name."""
     (saved_name, _, saved_rest), (name, _, rest) = saved.partition(":"), here.partition(":")
     if saved_name != name:
@@ -293,8 +293,8 @@ def of_same_model() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
-        said = one_line(error, 200)
+        message = one_line(error, 200)
         raise ConfigError(
-            f"the loaded state belongs to another model or optimizer ({said}); create the model and "
+            f"the loaded state belongs to another model or optimizer ({message}); create the model and "
             "optimizer that it was saved with, or start in another folder"
         ) from error

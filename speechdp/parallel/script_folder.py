@@ -77,7 +77,7 @@ class ScriptFolder:
         #: Whether all ranks see the folder; None: unknown yet.
         self._is_shared: bool | None = None
         #: Whether checkpoints were looked for, and whether the run continues from a state.
-        self._has_looked, self._goes_on = False, False
+        self._has_looked, self._resumes = False, False
         #: The record, on the rank that writes it: rank 0, if there is a folder.
         self._record = RunDirectory(path) if path is not None and comm.rank == 0 else None
 
@@ -98,8 +98,8 @@ class ScriptFolder:
         hosts = self._comm.allgather_object(environment.host_name())
         gpus = self._comm.allgather_object(gpu_facts(device))
         self._acquire()
-        self._goes_on = state_of is not None
-        refusal = self._why_not_go_on(state_of) if state_of is not None else self._why_not_begin()
+        self._resumes = state_of is not None
+        refusal = self._why_not_resume(state_of) if state_of is not None else self._why_not_begin()
         refusal = self._comm.broadcast_object(refusal)
         if refusal:
             raise ConfigError(refusal)
@@ -131,7 +131,7 @@ class ScriptFolder:
         """
         if self._record is not None and self._owner is None:
             folder = self._record.path
-            if self.is_told and folder.resolve() in _begun_here:
+            if self.is_set_by_environment and folder.resolve() in _begun_here:
                 raise ConfigError(
                     f"{folder}: {FOLDER} names the folder of one run, and this script trains with a second "
                     "DataParallel; make that a script of its own"
@@ -141,9 +141,9 @@ class ScriptFolder:
             owner.acquire()
             self._owner = owner
         self._comm.barrier()
-        self._tell_whether_shared()
+        self._warn_if_not_shared()
 
-    def _tell_whether_shared(self) -> None:
+    def _warn_if_not_shared(self) -> None:
         """Warn, once, if a rank does not see the folder: checkpoints need that, training does not."""
         if self._is_shared is not None or self.path is None:
             return
@@ -158,13 +158,13 @@ class ScriptFolder:
             self._owner.release()
         self._owner = None
 
-    def _why_not_go_on(self, state_of: str) -> str | None:
+    def _why_not_resume(self, state_of: str) -> str | None:
         """Return on rank 0 why a run cannot continue here from another run's state, or None."""
         if self._record is None:
             return None
         if not self._record.is_begun:
             # Runs of an experiment that share a script's own file would silently continue from each other.
-            if self.is_told and state_of:
+            if self.is_set_by_environment and state_of:
                 return f"{self._record.path}: the loaded state belongs to another run; {OWN_STATE}"
             return None
         here = self._record.id()
@@ -176,7 +176,7 @@ class ScriptFolder:
         )
 
     @property
-    def is_told(self) -> bool:
+    def is_set_by_environment(self) -> bool:
         """Whether the environment sets the folder, as it does in runs of an experiment."""
         return bool(os.environ.get(FOLDER))
 
@@ -186,7 +186,7 @@ class ScriptFolder:
             return None
         folder = self._record.path
         is_own = folder.resolve() in _begun_here
-        other = f"name another in {FOLDER}" if self.is_told else "choose another folder"
+        other = f"name another in {FOLDER}" if self.is_set_by_environment else "choose another folder"
         whole = self._whole_checkpoints()
         if whole:
             return (
@@ -203,7 +203,7 @@ class ScriptFolder:
 
     def once_removed(self) -> str:
         """Return what to do before a script that has saved nothing can repeat its steps, or ""."""
-        may_begin = self._goes_on or self._has_looked or os.environ.get(RESUME) == "1"
+        may_begin = self._resumes or self._has_looked or os.environ.get(RESUME) == "1"
         if self.path is None or may_begin:
             return ""
         return f", once {self.path} is removed"
@@ -232,7 +232,7 @@ class ScriptFolder:
         if self._record is not None:
             self._record.add_values(values)
 
-    def go_on_after(self, step: int) -> None:
+    def resume_after(self, step: int) -> None:
         """Drop records after `step`, because the steps after it are repeated."""
         if self._record is not None:
             self._record.truncate_metrics(step)
@@ -340,8 +340,8 @@ class ScriptFolder:
         except Exception as error:  # whatever zipfile and torch.load find wrong with a file
             if line := no_memory_to_read(path, error):
                 raise RunError(line) from error
-            said = one_line(error, 80)
-            raise RunError(f"{path}: is damaged ({said}); remove {folder}, then run again") from error
+            message = one_line(error, 80)
+            raise RunError(f"{path}: is damaged ({message}); remove {folder}, then run again") from error
         return state
 
     def _checkpoints(self) -> Path:
@@ -392,8 +392,8 @@ def _check_readable(state: dict[str, Any]) -> None:
                 file.seek(0)
                 torch.load(file, weights_only=True)
             except Exception as error:  # whatever torch finds wrong with it
-                said = one_line(error)
-                kind = next(iter(re.findall(r"GLOBAL ([\w.]+)", said)), type(error).__name__)
+                message = one_line(error)
+                kind = next(iter(re.findall(r"GLOBAL ([\w.]+)", message)), type(error).__name__)
                 raise ConfigError(
                     f"save_checkpoint: {name} holds a value that cannot be saved ({kind}); give numbers, "
                     "texts, tensors, and lists and dicts of them (float(x), torch.from_numpy(x), str(path))"

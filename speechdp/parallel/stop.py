@@ -29,7 +29,7 @@ from speechdp.timing.timeline import Span, Timeline
 _INTERVAL_S = 1.0
 _EVALUATION, _CUT = "evaluation:", "cut:"
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_ON_INTERRUPT = b"\nspeechdp: interrupted: ends as soon as it can be gone on with; Ctrl-C again: at once\n"
+_ON_INTERRUPT = b"\nspeechdp: interrupted: ends as soon as it can be resumed; Ctrl-C again: at once\n"
 
 
 class StopRequest:
@@ -252,9 +252,9 @@ class StopWatch:
             self._request.__enter__()
         self._agreement = StopAgreement(self._request, comm, timeline) if together else None
         self._step = -1
-        #: Whether all ranks know that they must stop, and whether the loop has been told.
-        self.is_agreed = self.is_told = False
-        self._has_said = False
+        #: Whether all ranks know that they must stop, and whether the loop knows it.
+        self.is_agreed = self.is_reported = False
+        self._has_warned = False
 
     @property
     def is_asked(self) -> bool:
@@ -272,19 +272,19 @@ class StopWatch:
     def look(self, step: int) -> bool:
         """Return whether to stop after `step`.  Collective, the first time it is called for a step."""
         if self.pause is not None and not self.pause.evaluated and step >= self.pause.step:
-            self.is_told = True
+            self.is_reported = True
             return True
         if self._agreement is not None and not self.is_agreed and step != self._step:
             self._step = step
             self.is_agreed = self._agreement.reached()
-        if self._agreement is None and self.is_asked and not self._has_said:
-            self._has_said = True
+        if self._agreement is None and self.is_asked and not self._has_warned:
+            self._has_warned = True
             warn(
                 f"{self._request.received}: will stop at the next call that all ranks make together "
                 "(evaluating, state_dict, save_checkpoint)"
             )
-        self.is_told |= self.is_agreed
-        return self.is_told
+        self.is_reported |= self.is_agreed
+        return self.is_reported
 
     def drain(self) -> None:
         """Wait for the exchange under way.  Collective; call when training ends."""

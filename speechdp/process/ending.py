@@ -20,7 +20,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP, *WARNINGS)
 #: Warnings that came before anything could handle them.
 _held: list[int] = []
 #: Prints that mpirun ends its ranks; None: SIGTERM to this process would not be mpirun's.
-_tell_end_by_mpirun: Callable[[], object] | None = None
+_announce_end_by_mpirun: Callable[[], object] | None = None
 #: How long a rank delays its death, s.  mpirun kills the others as soon as it sees a rank die, else 1 s after
 #: SIGTERM: in that second they clean up and print their messages.
 _OTHERS_SPEAK_S = 1.5
@@ -89,23 +89,23 @@ def hold_warnings(signals: Sequence[signal.Signals] = WARNINGS) -> None:
             signal.signal(signum, _hold)
 
 
-def hold_end_by_mpirun(tell: Callable[[], object]) -> None:
-    """Hold SIGTERM as well, by which mpirun ends its ranks; `tell` must say so if no rank has said why."""
-    global _tell_end_by_mpirun  # noqa: PLW0603 - of this process, as handlers are
-    _tell_end_by_mpirun = tell
+def hold_end_by_mpirun(announce: Callable[[], object]) -> None:
+    """Hold SIGTERM as well, by which mpirun ends its ranks; `announce` reports it if no rank has said why."""
+    global _announce_end_by_mpirun  # noqa: PLW0603 - of this process, as handlers are
+    _announce_end_by_mpirun = announce
     hold_warnings((signal.SIGTERM,))
 
 
 def is_ended_by_mpirun() -> bool:
     """Return whether SIGTERM would come from mpirun, which ends its ranks."""
-    return _tell_end_by_mpirun is not None
+    return _announce_end_by_mpirun is not None
 
 
 def leave_if_ended_by_mpirun(end: BaseException) -> None:
     """Die of SIGTERM if mpirun sent it, after incomplete files have been removed; else return."""
-    if _tell_end_by_mpirun is None or not isinstance(end, Ended) or end.signum != signal.SIGTERM:
+    if _announce_end_by_mpirun is None or not isinstance(end, Ended) or end.signum != signal.SIGTERM:
         return
-    _tell_end_by_mpirun()
+    _announce_end_by_mpirun()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     time.sleep(_OTHERS_SPEAK_S)
@@ -186,7 +186,7 @@ def end_by_held_warning() -> None:
         _raise(signum, None)
 
 
-def outlast_signals() -> None:
+def ignore_signals() -> None:
     """Let signals raise no longer: the work is done, and a process that exits must not count as stopped.
 
     A warning then has no effect; of other signals, the second ends a process that takes long to exit.

@@ -12,7 +12,7 @@ import gc
 _USUAL = gc.get_threshold()
 
 
-def look_for_garbage_seldom() -> None:
+def collect_garbage_less_often() -> None:
     """Search once 10,000 more objects exist, and older objects at every 20th search (usually 700 and 10)."""
     gc.set_threshold(10_000, 20)
 

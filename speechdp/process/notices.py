@@ -12,7 +12,7 @@ WARNING = "speechdp: warning: "
 _RECORDS = ("run.json", "sweep.json")
 
 
-def tell(text: str) -> None:
+def print_message(text: str) -> None:
     """Print a line to stderr."""
     print(f"speechdp: {text}", file=sys.stderr, flush=True)
 

@@ -110,12 +110,12 @@ def losses_noted_in(run_dir: Path) -> Iterator[None]:
     """
     with _lock:
         _folders.append(run_dir)
-        _tell()
+        _note_losses()
     try:
         yield
     finally:
         with _lock:
-            _tell()
+            _note_losses()
             _folders.remove(run_dir)
 
 
@@ -123,10 +123,10 @@ def _note(descriptor: int, error: OSError) -> None:
     with _lock:
         if descriptor not in _losses:
             _losses[descriptor] = _Loss(error)
-            _tell()
+            _note_losses()
 
 
-def _tell() -> None:
+def _note_losses() -> None:
     for descriptor, loss in _losses.items():
         for folder in _folders:
             # Overwriting a run deletes the notice.  Not by pathlib, which raises on a stale network disk.

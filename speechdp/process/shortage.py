@@ -29,24 +29,24 @@ def shortage(error: BaseException) -> str | None:
     """
     if isinstance(error, OSError):
         return None
-    said = one_line(error)
-    if isinstance(error, RuntimeError) and said == _NO_THREAD:
+    message = one_line(error)
+    if isinstance(error, RuntimeError) and message == _NO_THREAD:
         fewer = "" if os.environ.get("OMP_NUM_THREADS") == "1" else ", or set OMP_NUM_THREADS=1"
         return (
             "out of threads: the system allows this user, job or container no more; raise the limit "
             f"(ulimit -u{' or -v' if _has_limit() else ''}){fewer}"
         )
-    if isinstance(error, RuntimeError) and said in _NO_KERNEL:
-        return f"out of memory, most likely (oneDNN {said}); {remedies.less_memory()}{_or_raise_limit()}"
+    if isinstance(error, RuntimeError) and message in _NO_KERNEL:
+        return f"out of memory, most likely (oneDNN {message}); {remedies.less_memory()}{_or_raise_limit()}"
     # torch.OutOfMemoryError by its name, to avoid importing torch.
-    on_gpu = type(error).__name__ == "OutOfMemoryError" or _ON_GPU in said
+    on_gpu = type(error).__name__ == "OutOfMemoryError" or _ON_GPU in message
     if not (on_gpu or lacks_memory(error)):
         return None
-    begun = said.find("DefaultCPUAllocator")
-    said = said[max(begun, 0) :][:_LONGEST]
+    begun = message.find("DefaultCPUAllocator")
+    message = message[max(begun, 0) :][:_LONGEST]
     where = "GPU memory" if on_gpu else "memory"
     or_else = "" if on_gpu else _or_raise_limit()
-    return f"out of {where} ({said or 'no more was available'}); {remedies.less_memory()}{or_else}"
+    return f"out of {where} ({message or 'no more was available'}); {remedies.less_memory()}{or_else}"
 
 
 def _or_raise_limit() -> str:

@@ -109,8 +109,8 @@ def fitted_link(runs: Sequence[MeasuredRun], model: Model, *, crosses: bool) -> 
     means = np.array([_resampled_means(seen.seconds, spread, generator) for seen in observed])
     assumed = BETWEEN_LATENCY_S if crosses else WITHIN_LATENCY_S
     fits = [_fit([seen.terms for seen in observed], means[:, r], assumed) for r in range(REPLICATES)]
-    alpha, beta, told = np.array(fits).T
-    return FittedLink(LinkSpeed(alpha, beta), bool(told.any()))
+    alpha, beta, shows_latency = np.array(fits).T
+    return FittedLink(LinkSpeed(alpha, beta), bool(shows_latency.any()))
 
 
 def _fit_behind_backward(runs: Sequence[MeasuredRun], model: Model, *, crosses: bool) -> LinkSpeed | None:

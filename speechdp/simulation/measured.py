@@ -17,7 +17,7 @@ from speechdp.experiments.profile import record as profile_record
 from speechdp.experiments.profile.measured import BACKWARD, FORWARD
 from speechdp.experiments.profile.record import WEAK, ProfileJob, read_profile
 from speechdp.files import cannot_be_read
-from speechdp.ownership.overwrite import continuing
+from speechdp.ownership.overwrite import how_to_continue
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.report.kit.formatting import run_labels
 from speechdp.report.kit.same_machine import PREDICTIONS, machine_warning
@@ -201,7 +201,8 @@ def measured_run(
     path, timing, settings = result.path, result.timing, result.settings
     if not result.completed and not (may_have_paused and timing is not None):
         raise ConfigError(
-            f"{path}: has not finished (no completed.json); continue it {continuing(path)}, then simulate"
+            f"{path}: has not finished (no completed.json); continue it {how_to_continue(path)}, "
+            "then simulate"
         )
     parameters = finite(settings.get("num_parameters"))
     hosts = None if timing is None else _hosts_of(timing, settings)

@@ -271,16 +271,16 @@ def _joined(paces: Sequence[Pace]) -> Pace:
 
 def _gossiping(scenario: Scenario, ranks: int, exchange: Exchange) -> Pace:
     """Return the pace of learners that never wait for each other, and the share of exchanges they make."""
-    draws, groups = scenario.draws(ranks), exchange.groups
+    draws, group_size = scenario.draws(ranks), exchange.group_size
     exposed = np.zeros(1)
     learner_s = draws.mean_s  # (replicates, learners)
-    if groups > 1:
+    if group_size > 1:
         # Ranks of a group are neighbours; if a group spans nodes, its exchange goes over the network.
         inside = replace(exchange, pattern=Pattern.TOGETHER, nbytes=exchange.nbytes)
-        exposed = exposed_s(inside, scenario.work, groups, scenario.cluster, scenario.progress)
+        exposed = exposed_s(inside, scenario.work, group_size, scenario.cluster, scenario.progress)
         steps = _steps_needed(ranks, [replace(inside, period=1)])
         slowest = [
-            drawn.reshape(*drawn.shape[:2], -1, groups).max(axis=3).mean(axis=1, dtype=float)
+            drawn.reshape(*drawn.shape[:2], -1, group_size).max(axis=3).mean(axis=1, dtype=float)
             for _, drawn in draws.together(steps)
         ]
         learner_s = np.concatenate(slowest) + exposed[:, None]
@@ -293,7 +293,7 @@ def _mixed(scenario: Scenario, learner_s: npt.NDArray[np.float64], exchange: Exc
     """Return the share of exchanges that are made, from the resamples' means."""
     learners = learner_s.shape[1]
     count = max(_EVENTS_OF_LEARNER, _EVENTS // learners)
-    cluster, per_node = scenario.cluster, max(1, scenario.cluster.ranks_per_node // exchange.groups)
+    cluster, per_node = scenario.cluster, max(1, scenario.cluster.ranks_per_node // exchange.group_size)
     messages = [float(cluster.message_s(exchange.nbytes, crosses=c).mean()) for c in (False, True)]
     windows = exchange.period * _spread_of(scenario, learners, count, exchange.period)
     windows *= learner_s.mean(axis=0)
@@ -409,7 +409,7 @@ def _prediction(
 def _own_work(draws: Draws, exchange: Exchange, pace: Pace, work: MeasuredWork) -> float:
     """Return a rank's own work in a step, s: the mean over ranks, or over steps of asynchronous ranks."""
     means = draws.mean_s[:, int(exchange.dedicated) :]
-    if exchange.pattern is Pattern.GOSSIP and exchange.groups == 1:
+    if exchange.pattern is Pattern.GOSSIP and exchange.group_size == 1:
         return float((1 / (1 / means).mean(axis=1)).mean())
     if exchange.pattern is Pattern.SERVER:
         # A fast rank takes more of the steps, unless all wait equally for their turn.

@@ -117,8 +117,8 @@ def simulate(runs: Sequence[MeasuredRun], request: Request, notes: Sequence[str]
     chosen = basis(runs)
     assumptions += _beyond_measured(chosen, most, scenario.cluster.ranks_per_node)
     assumptions += _in_one_piece(exchanges)
-    said = (*notes, *assumptions)
-    return Simulation(chosen, request, scenario, tuple(found), said, tuple(filter(None, refusals)))
+    all_notes = (*notes, *assumptions)
+    return Simulation(chosen, request, scenario, tuple(found), all_notes, tuple(filter(None, refusals)))
 
 
 def scenario_of(runs: Sequence[MeasuredRun], request: Request) -> tuple[Scenario, tuple[str, ...]]:

@@ -86,7 +86,7 @@ class AdPsgd(Strategy):
             model.nbytes,
             buckets,
             topology=self.topology,
-            groups=self.groups,
+            group_size=self.groups,
         )
 
     def check_options(self) -> None:

@@ -269,13 +269,13 @@ class Easgd(AveragingStrategy):
             self.replica.parameters.values.copy_(state["centre"])
         if self._link is not None:
             self._link.ages, self._link.version = list(state["staleness"]), state["version"]
-            self._tell_what_is_known()
+            self._send_known_ages()
         if self._server is not None:
             self._server.version = state["centre_version"]
             if self._server.owed is not None:
                 self._server.owed.copy_(state["owed"])
 
-    def _tell_what_is_known(self) -> None:
+    def _send_known_ages(self) -> None:
         """Send rank 0 what it knew of the other workers, from their checkpoints.  Collective."""
         for other, known in self._known.items():
             if self.comm.rank == SERVER:

@@ -119,7 +119,7 @@ class Synthesiser:
         return encoded
 
     def say(self, texts: Sequence[Symbols]) -> Iterator[tuple[int, Speech]]:
-        """Yield (position in `texts`, speech), not in order: texts of similar length are said together.
+        """Yield (position in `texts`, speech), in any order: similar lengths are synthesised together.
 
         The speech for a text does not depend on the other texts, except with dropout.
         """
@@ -155,16 +155,18 @@ class Synthesiser:
         # fork_rng restores the program's own random state afterwards.
         with _SEEDED, torch.random.fork_rng([device] if device.type == "cuda" else []), evaluating(model):
             torch.manual_seed(self.options.seed)
-            said = model.generate(symbols.to(device), max_frames=self.max_frames, dropout=dropout)
-        mel, linear, attention = (x.float().cpu().numpy() for x in (said.mel, said.linear, said.attention))
+            generated = model.generate(symbols.to(device), max_frames=self.max_frames, dropout=dropout)
+        mel, linear, attention = (
+            x.float().cpu().numpy() for x in (generated.mel, generated.linear, generated.attention)
+        )
         if not np.isfinite(linear).all():
             raise RunError(
                 "the model's output is NaN or infinite; train it again with a smaller learning rate"
             )
-        for row, (text, num_frames) in enumerate(zip(texts, said.lengths.tolist(), strict=True)):
+        for row, (text, num_frames) in enumerate(zip(texts, generated.lengths.tolist(), strict=True)):
             num_steps = model.config.num_steps(num_frames)
             attended = attention[row, :num_steps, : len(text)]
-            if not said.stopped[row] and self.options.attention_end:
+            if not generated.stopped[row] and self.options.attention_end:
                 attended = attended[: self._end_of_text(attended)]
             kept = min(num_frames, len(attended) * model.config.reduction)
             shortened: Ending = "attention" if kept < num_frames else "limit"
@@ -172,7 +174,7 @@ class Synthesiser:
                 mel=np.clip(mel[row, :kept], 0.0, 1.0),
                 linear=np.clip(linear[row, :kept], 0.0, 1.0),
                 attention=attended,
-                ending="stop" if said.stopped[row] else shortened,
+                ending="stop" if generated.stopped[row] else shortened,
             )
 
     def _end_of_text(self, attention: FloatArray) -> int:

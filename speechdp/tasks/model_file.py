@@ -38,7 +38,7 @@ from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
 from speechdp.models.tacotron.config import TacotronConfig
 from speechdp.models.tacotron.model import Tacotron
 from speechdp.models.without_weights import without_weights
-from speechdp.ownership.overwrite import COMPARISON, SWEEP, TUNE, continuing
+from speechdp.ownership.overwrite import COMPARISON, SWEEP, TUNE, how_to_continue
 from speechdp.ownership.owner import OWNER_FILE
 from speechdp.parallel.run_files import MODEL_NAME
 
@@ -173,7 +173,7 @@ def _save(run_dir: Path, model: nn.Module, facts: dict[str, Any], tensors: dict[
         with atomic_path(path) as temporary:
             temporary.write_bytes(content)
     except OSError as error:
-        raise RunError(cannot_be_written(path, error, remedies.going_on())) from error
+        raise RunError(cannot_be_written(path, error, remedies.resuming())) from error
     return path
 
 
@@ -422,7 +422,7 @@ def _reading(run_dir: Path) -> Iterator[_ModelFile]:
             if (run_dir / kind.record).is_file():
                 raise RunError(f"{run_dir}: is {kind.what}, not a run; give {_run_in(run_dir)}")
         begun = (run_dir / "run.json").is_file()
-        remedy = f"finish it {continuing(run_dir, 'train --resume')}" if begun else "train it first"
+        remedy = f"finish it {how_to_continue(run_dir, 'train --resume')}" if begun else "train it first"
         if (run_dir / OWNER_FILE).exists():  # which a killed job has left, too
             remedy = f"wait for the job that trains it; if that has ended, {remedy}"
         raise RunError(f"{path}: no such model; {run_dir} is not a finished run, {remedy}")

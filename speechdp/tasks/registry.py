@@ -122,13 +122,13 @@ def networks_of(given: str | None) -> Callable[[str, str], Callable[[int, int], 
     """
     if given is None:
         return lambda name, options: None
-    cls, said = task_class(given), task_options(given)
+    cls, options_given = task_class(given), task_options(given)
 
     def network_of(name: str, options: str) -> Callable[[int, int], nn.Module] | None:
         if name != cls.name or not hasattr(cls, "make_network"):
             return None
         made = cls(**read_options(cls.name, cls, options, kind="task"))
-        for option, value in said.items():
+        for option, value in options_given.items():
             if getattr(made, option) != value:
                 raise ConfigError(
                     f"the network was made with {option}={getattr(made, option)}, but --task gives another "

@@ -156,7 +156,7 @@ class _Contract:
         self._learns(model, batch)
         scores = self._scores_are_sums(model, utterances)
         self._same_after_saving(model, batch, scores, folder)
-        self._goes_on(batch)
+        self._resumes(batch)
         self._stages_end_with_the_loss(model, batch)
 
     @property
@@ -270,7 +270,7 @@ class _Contract:
                 replica.apply_gradients(loss.num_frames)
         return self._loss(model.eval(), batch)
 
-    def _goes_on(self, batch: Batch) -> None:
+    def _resumes(self, batch: Batch) -> None:
         """Train, then compare continuing in the same model and in a new one with its state loaded."""
         replica, other = _replica_of(self._model(1)), _replica_of(self._model(9))
         self._train(replica, batch, _UPDATES // 3)

@@ -78,5 +78,5 @@ def write_timing(run_dir: Path, timing: dict[str, Any]) -> Path:
     try:
         write_text_atomically(path, json.dumps(timing, indent=1))
     except OSError as error:
-        raise RunError(cannot_be_written(path, error, remedies.going_on())) from error
+        raise RunError(cannot_be_written(path, error, remedies.resuming())) from error
     return path

@@ -86,8 +86,8 @@ class GpuReader:
         self._handles: list[Any] = []
         self._problems: list[str] = []
         self._nvml: Any = None
-        self._untold: set[int] = set()  # GPUs for which a query of other users had no answer
-        self._told: set[int] = set()
+        self._unanswered: set[int] = set()  # GPUs for which a query of other users had no answer
+        self._answered: set[int] = set()
         if not uuids:
             return
         try:
@@ -149,17 +149,17 @@ class GpuReader:
             num_bytes = self._bytes_of_others(handle, held, others) if own <= held.keys() else None
             if own <= held.keys() and (others or num_bytes is not None or _sees_all_processes()):
                 rows.append([index, len(others), num_bytes])
-                self._told.add(index)
+                self._answered.add(index)
             else:
-                self._untold.add(index)
+                self._unanswered.add(index)
         return rows
 
-    def never_told(self) -> list[str]:
+    def unanswered_queries(self) -> list[str]:
         """Return a line for each GPU that `read_others` never reported."""
         return [
             f"GPU {self.numbers[index]}: other processes: NVML does not list all processes, or not by the "
             "ids that they have here (a container?)"
-            for index in sorted(self._untold - self._told)
+            for index in sorted(self._unanswered - self._answered)
         ]
 
     def close(self) -> None:

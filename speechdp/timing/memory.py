@@ -38,8 +38,8 @@ def peak_rss_bytes() -> int:
     """Return the largest resident memory of this process so far."""
     with contextlib.suppress(OSError):  # only Linux has this file
         status = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace")
-        if (told := re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)) is not None:
-            return int(told[1]) * 1024
+        if (match := re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)) is not None:
+            return int(match[1]) * 1024
     # Includes the parent's memory at the time it started this process, which can be much more.
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024

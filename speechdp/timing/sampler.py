@@ -48,7 +48,7 @@ class Sampler:
         gpus: bool = True,
         origin_s: float | None = None,
         gpu_of_rank: Mapping[int, str] | None = None,
-        untold_gpus: Collection[str] = (),
+        unobserved_gpus: Collection[str] = (),
     ) -> None:
         """Store the settings; nothing is opened before the block starts.
 
@@ -60,7 +60,7 @@ class Sampler:
             origin_s: time by `time.perf_counter` that `t_s` counts from; None: the start of the block.
             gpu_of_rank: UUID of each rank's GPU, as `gpu_uuid` returns it; only these are sampled.  None: all
                 that CUDA_VISIBLE_DEVICES shows this process.
-            untold_gpus: UUIDs of GPUs that the job also uses from other containers, with processes that
+            unobserved_gpus: UUIDs of GPUs that the job also uses from other containers, with processes that
                 cannot be identified here; their other users are not queried.
         """
         assert hz > 0, hz
@@ -78,7 +78,7 @@ class Sampler:
         self._thread: threading.Thread | None = None
         self._gpus: GpuReader | None = None
         self._others_due_s = 0.0
-        self._untold_gpus = frozenset(untold_gpus)
+        self._unobserved_gpus = frozenset(unobserved_gpus)
         self._tallies: dict[str, GpuTally] = {}
         self._tallies_lock = threading.Lock()  # the sampling thread adds, another thread reads
         self._file: LineFile | None = None
@@ -162,9 +162,9 @@ class Sampler:
 
     def _finish_gpus(self) -> None:
         if self._gpus is not None:
-            untold = self._gpus.never_told()
+            unanswered = self._gpus.unanswered_queries()
             self._gpus.close()
-            self._notice(untold)
+            self._notice(unanswered)
 
     def _gpus_to_sample(self) -> list[str]:
         if self._gpu_of_rank is None:
@@ -210,7 +210,7 @@ class Sampler:
         users: dict[str, list[int]] = {}
         for rank, uuid in (self._gpu_of_rank or {}).items():
             # A rank that has ended, or never started, holds nothing.
-            if rank in self._processes and uuid not in self._untold_gpus:
+            if rank in self._processes and uuid not in self._unobserved_gpus:
                 users.setdefault(uuid, []).append(self._pids[rank])
         return gpus.read_others(users, self._pids.values(), problems)
 

@@ -212,10 +212,10 @@ def _open_dealing(
         )
         desk = Desk(plan, roster, limits, trainer.dealing_state)
 
-    def tell(rank: int) -> None:
+    def notify_loss(rank: int) -> None:
         session.reporter.notice(loss_notice(session, rank))
 
-    dealing = Dealing(comm.peers(), roster, plan, desk, session.is_asked_to_stop, tell)
+    dealing = Dealing(comm.peers(), roster, plan, desk, session.is_asked_to_stop, notify_loss)
     trainer.on_loss = dealing.lose
     return dealing
 

@@ -102,7 +102,7 @@ def _check_begun(session: Session, options: TrainOptions, run_dir: Path) -> None
     if begun_on is None or Path(str(begun_on)).resolve() not in [folder.resolve() for folder in made]:
         raise ConfigError(
             f"{run_dir / 'run.json'}: the run was begun on {begun_on or 'the targets in DATA'}, and "
-            f"--realign {options.realign} leads to {made[-1]}; {remedies.going_on_as_begun()}, or choose "
+            f"--realign {options.realign} leads to {made[-1]}; {remedies.resuming_as_begun()}, or choose "
             "another folder"
         )
 
@@ -308,7 +308,7 @@ def _make_round(
     elif options.realign_from != "scratch":
         round_options = dataclasses.replace(round_options, initial_model=_round_dir(out_dir, number - 1))
     session.reporter.notice(f"round {number} of {options.realign} before the alignment: {round_dir}")
-    train_or_go_on(session, round_options, round_dir)
+    train_or_resume(session, round_options, round_dir)
     report = align(session, options, round_dir, previous, output, made_by)
     session.reporter.notice(_describe(number, report))
     return report.changed_share
@@ -348,7 +348,7 @@ def _is_last(session: Session, number: int, changed_share: float | None) -> bool
     return number == MOST_ROUNDS
 
 
-def train_or_go_on(session: Session, options: TrainOptions, run_dir: Path) -> None:
+def train_or_resume(session: Session, options: TrainOptions, run_dir: Path) -> None:
     """Train a run, resume an interrupted one, or keep a complete one.  Collective.
 
     Raises:

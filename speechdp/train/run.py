@@ -242,7 +242,7 @@ def _check_same(session: Session, options: TrainOptions, run: RunDirectory) -> N
         )
     except ConfigError as error:
         # The run is a part of a command that has its own advice on how to continue.
-        if not run.is_complete and not remedies.goes_on_by_option():
+        if not run.is_complete and not remedies.resumes_by_option():
             raise
         raise ConfigError(f"{error}{_how_to_train_on(options, run)}") from error
 
@@ -437,8 +437,8 @@ def _past_best(run: RunDirectory, metric: Metric) -> str:
     (best, when), last = max(found, key=lambda pair: pair[0]), found[-1][0]  # the first, as in reports
     if not metric.is_past(best, last):
         return ""
-    told = [metric.with_unit(metric.score(each)) for each in (best, last)]
+    scores = [metric.with_unit(metric.score(each)) for each in (best, last)]
     return (
-        f"{run.path}: past its best: {metric.name} {told[0]} after epoch {epoch_text(when)}, {told[1]} at "
-        "the end; train for fewer epochs, on more data, or with more regularisation (such as dropout)"
+        f"{run.path}: past its best: {metric.name} {scores[0]} after epoch {epoch_text(when)}, {scores[1]} "
+        "at the end; train for fewer epochs, on more data, or with more regularisation (such as dropout)"
     )

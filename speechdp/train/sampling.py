@@ -59,17 +59,19 @@ def sampled_into(session: Session, hz: float, folder: Path, origin_s: float) -> 
         origin_s=origin_s,
         gpu_of_rank={rank: it["gpu"] for rank, it in here.items() if it["gpu"] is not None},
         # Containers on one machine have separate host names, but may share a GPU.
-        untold_gpus={it["gpu"] for it in everyone.values() if it["host"] != host and it["gpu"] is not None},
+        unobserved_gpus={
+            it["gpu"] for it in everyone.values() if it["host"] != host and it["gpu"] is not None
+        },
     )
     try:
         with sampler:
             yield sampler
     finally:
         if sampler.problem is not None:
-            _tell(session, sampler.problem)
+            _report_problem(session, sampler.problem)
 
 
-def _tell(session: Session, problem: str) -> None:
+def _report_problem(session: Session, problem: str) -> None:
     """Show one line: by the reporter on rank 0, where alone it is not silent, else as a warning."""
     if session.comm.rank == 0:
         session.reporter.notice(problem)

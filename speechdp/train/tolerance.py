@@ -48,7 +48,7 @@ def require_all_ranks(comm: Communicator) -> None:
     """
     if lost := lost_ranks(comm):
         raise RunError(
-            f"rank {lost[0]} is gone, but a run needs all its ranks to start; {remedies.going_on()}"
+            f"rank {lost[0]} is gone, but a run needs all its ranks to start; {remedies.resuming()}"
         )
 
 

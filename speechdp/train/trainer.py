@@ -213,12 +213,12 @@ class Trainer:
                 )
                 run.sync_metrics()
                 parts.on_mean(counters.step, held_out.values)
-                told = f"final model: the mean of the last {number} epochs, {main.with_unit(mean)}"
+                line = f"final model: the mean of the last {number} epochs, {main.with_unit(mean)}"
                 for _, last in lasts:
-                    told += f"; the last alone: {main.with_unit(last)}"
+                    line += f"; the last alone: {main.with_unit(last)}"
                     if main.is_past(main.score(last), main.score(mean)):
-                        told += ", which is better: average fewer epochs, or train for longer"
-                parts.reporter.notice(told)
+                        line += ", which is better: average fewer epochs, or train for longer"
+                parts.reporter.notice(line)
 
     def _check_final_model(self) -> None:
         """Refuse a final model that is not finite; with --max-steps it may be unevaluated.  Collective."""
@@ -422,7 +422,7 @@ class Trainer:
         self._at = restore_state(self.parts, state, self._run_dir, self._options.seed)
         self._begun_s = self.counters.time_s
         self._measured_from = self.counters.frames, self.counters.time_s
-        self._writer.go_on_from(self.counters.step)
+        self._writer.resume_from(self.counters.step)
         self._saved_at = self._place
         if self._was_evaluated():
             self._evaluated_at = self._place

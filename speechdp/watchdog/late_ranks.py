@@ -66,8 +66,8 @@ def describe_late(own: RankStatus, others: Iterable[Sighting], at: Standpoint) -
     """Return the late ranks and what they do, for a message: `rank 3 on n4 (in data_wait for 61 s), ...`."""
     sightings = list(others)
     silent = [sighting for sighting in sightings if sighting.silent_s(at.now_s) >= at.silence_s]
-    heard = [(s.status, s.silent_s(at.now_s)) for s in sightings if s.status is not None and s not in silent]
-    alive = [(own, 0.0), *heard]
+    seen = [(s.status, s.silent_s(at.now_s)) for s in sightings if s.status is not None and s not in silent]
+    alive = [(own, 0.0), *seen]
     late = [
         f"{status.name} ({describe_doing(status, age_s)})"
         for status, age_s in sorted(_late(alive, at, any_silent=bool(silent)), key=lambda pair: pair[0].rank)

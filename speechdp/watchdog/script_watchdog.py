@@ -137,17 +137,17 @@ class ScriptWatchdog:
     def _line(self, own: RankStatus) -> str:
         with_it = [rank for rank, s in self._sightings.items() if s.status is not None and _is_with(own, s)]
         others = [s for rank, s in sorted(self._sightings.items()) if rank not in with_it]
-        said = [f"{s.name} ({self._doing(s)})" for s in others[:_MOST_NAMED]]
+        clauses = [f"{s.name} ({self._doing(s)})" for s in others[:_MOST_NAMED]]
         if len(others) > _MOST_NAMED:
-            said.append(f"{len(others) - _MOST_NAMED} more")
+            clauses.append(f"{len(others) - _MOST_NAMED} more")
         if with_it:
             more = f" and {len(with_it) - _MOST_NAMED} more" if len(with_it) > _MOST_NAMED else ""
-            said.append("at the same call: rank " + ", ".join(map(str, with_it[:_MOST_NAMED])) + more)
+            clauses.append("at the same call: rank " + ", ".join(map(str, with_it[:_MOST_NAMED])) + more)
         if len(self._sightings) + 1 < len(self._names):
-            said.append("what ranks on other hosts do cannot be seen from here")
+            clauses.append("what ranks on other hosts do cannot be seen from here")
         return (
             f"speechdp: {own.name}: hung for {own.still_s:.0f} s at {own.doing}, waiting for other "
-            f"ranks; {', '.join(said)}; {CALL_ALIKE}; if a rank may be so late, raise {HANG_TIMEOUT} or "
+            f"ranks; {', '.join(clauses)}; {CALL_ALIKE}; if a rank may be so late, raise {HANG_TIMEOUT} or "
             "run_ranks(hang_timeout=...)\n"
         )
 

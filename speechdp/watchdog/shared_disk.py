@@ -98,10 +98,10 @@ def why_not_shared(folder: Path, file: Path, comm: Communicator, *, what: str = 
         unseen = why_unseen(file)
     except OSError:
         unseen = None
-    told = comm.allgather_object([host_name(), unseen])
-    hosts = [host for host, _ in told]
+    answers = comm.allgather_object([host_name(), unseen])
+    hosts = [host for host, _ in answers]
     return next(
-        (not_shared(folder, rank, hosts, why, what) for rank, (_, why) in enumerate(told) if why), None
+        (not_shared(folder, rank, hosts, why, what) for rank, (_, why) in enumerate(answers) if why), None
     )
 
 

@@ -118,7 +118,7 @@ class Watchdog:
     Args:
         watch: what to watch.
         end: ends the process.
-        say: writes to stderr.
+        print_line: writes to stderr.
     """
 
     def __init__(
@@ -126,9 +126,9 @@ class Watchdog:
         watch: Watch,
         *,
         end: Callable[[int], None] = os._exit,
-        say: Callable[[str], None] | None = None,
+        print_line: Callable[[str], None] | None = None,
     ) -> None:
-        self._watch, self._end, self._say = watch, end, say or _write_stderr
+        self._watch, self._end, self._print_line = watch, end, print_line or _write_stderr
         tick_s = min(1.0, watch.timeout_s / 20)
         self._tick_s = tick_s
         self._stillness = Stillness(time.monotonic(), 2 * tick_s)
@@ -138,7 +138,7 @@ class Watchdog:
         self._done = threading.Event()
         self._threads = [
             threading.Thread(target=target, name=f"speechdp-{name}", daemon=True)
-            for target, name in ((self._run, "watchdog"), (self._tell, "status"))
+            for target, name in ((self._run, "watchdog"), (self._exchange_status, "status"))
         ]
 
     def __enter__(self) -> Watchdog:
@@ -185,10 +185,10 @@ class Watchdog:
         bounded(watch.before_end, default=None)
         where = own.name.removeprefix("rank ")
         stacks = f"Stacks of rank {where}, {what}:\n{describe_stacks()}"
-        bounded(lambda: self._say(stacks), default=None)
+        bounded(lambda: self._print_line(stacks), default=None)
         if self._watch.others():
             time.sleep(_GRACE_S if is_first else FALLBACK_S)
-        bounded(lambda: self._say(line), default=None)
+        bounded(lambda: self._print_line(line), default=None)
         self._end(exit_codes.HUNG)
 
     def _late(self, own: RankStatus) -> str:
@@ -209,7 +209,7 @@ class Watchdog:
 
     # --- the thread that reads and writes
 
-    def _tell(self) -> None:
+    def _exchange_status(self) -> None:
         write_due_s = read_due_s = 0.0
         wait_s = 0.0
         while not self._done.wait(wait_s):

@@ -87,7 +87,7 @@ def test_a_warning_during_imports_stops_what_goes_on_with_the_same_command(
     ("module", "function"),
     [
         ("speechdp.comm.serial", "SerialCommunicator.close"),
-        ("speechdp.cli.main", "_told_of_lost_output"),
+        ("speechdp.cli.main", "_report_lost_output"),
         ("speechdp.cli.main", "leave"),
     ],
 )
@@ -113,7 +113,7 @@ def test_a_signal_when_all_is_done_is_no_stop(
 def test_a_signal_while_something_is_told_is_one_line(
     number: signal.Signals, ended: tuple[int, str], tmp_path: Path
 ) -> None:
-    words = ("speechdp.cli.main", "_let_rank_0_tell", "inspect", tmp_path / "nothing")
+    words = ("speechdp.cli.main", "_let_rank_0_report", "inspect", tmp_path / "nothing")
     assert _run(WARNED_IN, number, *words) == ended
 
 
@@ -238,7 +238,7 @@ class Late:  # what is still there is taken down last of all, when Python heeds 
         sleep(1.0)
 
 sys.kept = Late()
-ending.outlast_signals()
+ending.ignore_signals()
 """
     assert _run(program, number) == (0, "")
 

@@ -253,8 +253,8 @@ class Bench:
             if is_feeder:
                 serve_trainers(job, roles, Dataset.open(self._dataset.path))
                 return
-            with open_link(job, roles, CPU) as goodbye:
-                train(part, Feeders(goodbye.link))
+            with open_link(job, roles, CPU) as connection:
+                train(part, Feeders(connection.link))
 
         self._ranks.run(size, work)
 

@@ -110,13 +110,13 @@ def fuzz_schedules(
     seed: int,
     *,
     strategies: Sequence[str] = STRATEGIES,
-    tell: Callable[[str], None] = lambda line: None,
+    print_line: Callable[[str], None] = lambda line: None,
 ) -> tuple[int, list[str]]:
     """Run schedules `seed` to `seed + num - 1`; return how many were run, and what is wrong with which.
 
     Args:
         strategies: taken in turn.
-        tell: called with what is wrong as soon as it is known.
+        print_line: prints what is wrong as soon as it is known.
     """
     wrong = []
     threads = torch.get_num_threads()
@@ -127,7 +127,7 @@ def fuzz_schedules(
             for number in range(seed, seed + num):
                 problem = _problem(bench, Schedule.draw(number, strategies))
                 if problem is not None:
-                    tell(problem)
+                    print_line(problem)
                     wrong.append(problem)
     finally:
         torch.set_num_threads(threads)
@@ -155,7 +155,7 @@ def main() -> None:
     options = parser.parse_args()
     strategies = [name for name in STRATEGIES if name.startswith(options.only)]
     begun = time.monotonic()
-    done, wrong = fuzz_schedules(options.num, options.seed, strategies=strategies, tell=print)
+    done, wrong = fuzz_schedules(options.num, options.seed, strategies=strategies, print_line=print)
     seconds = time.monotonic() - begun
     print(json.dumps({"schedules": done, "differing": len(wrong), "seconds": round(seconds, 1)}))
     sys.exit(bool(wrong))

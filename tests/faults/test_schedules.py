@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor
 
 from speechdp.checkpoint import writer as checkpoint_writer
-from speechdp.checkpoint.folder import CheckpointPlace, Entry, tell
+from speechdp.checkpoint.folder import CheckpointPlace, Entry, hand_over_entry
 from speechdp.comm.base import ReduceOp
 from speechdp.comm.threads import communicator as threads
 from speechdp.errors import RunError
@@ -39,11 +39,11 @@ def test_every_strategy_ends_the_same_however_late_anything_is() -> None:
 def test_what_touches_a_folder_that_is_no_longer_its_own_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def tell_and_sync(place: CheckpointPlace, rank: int, entry: Entry) -> None:
-        tell(place, rank, entry)
+    def hand_over_entry_and_sync(place: CheckpointPlace, rank: int, entry: Entry) -> None:
+        hand_over_entry(place, rank, entry)
         sync(place.temporary)  # which rank 0 may have renamed by now
 
-    monkeypatch.setattr(checkpoint_writer, "tell", tell_and_sync)
+    monkeypatch.setattr(checkpoint_writer, "hand_over_entry", hand_over_entry_and_sync)
     bench = Bench(tmp_path, Threads())
 
     def is_found(pace: Pace) -> bool:

@@ -13,8 +13,8 @@ from speechdp.data.loading.batch import Batch
 from speechdp.testing import NUM_STEPS, Sgd, StrategyRun, flat, make_batch, make_model
 
 
-def gone_on(mean: Tensor) -> Tensor:
-    """Go on from the mean: model averaging."""
+def keep_mean(mean: Tensor) -> Tensor:
+    """Return the mean unchanged, as model averaging does."""
     return mean
 
 
@@ -25,7 +25,7 @@ class Apart:
     Attributes:
         size: ranks.
         period: steps between exchanges.
-        exchange: where all ranks go on from, given the weighted mean of their parameters.
+        exchange: what all ranks continue from, given the weighted mean of their parameters.
         sgd: the optimizer of every rank.
         momentum: what becomes of its state at an exchange: keep, average or reset.
         has_frames: whether a rank has frames in a step.
@@ -36,7 +36,7 @@ class Apart:
 
     size: int
     period: int
-    exchange: Callable[[Tensor], Tensor] = gone_on
+    exchange: Callable[[Tensor], Tensor] = keep_mean
     sgd: Sgd = field(default_factory=Sgd)
     momentum: str = "keep"
     has_frames: Callable[[int, int], bool] = lambda rank, step: True
@@ -96,7 +96,7 @@ def _simulate(apart: Apart) -> Tensor:
         shares = _shares(earlier + sums)
         within = torch.cat([share * _shares(frames[n]) for share, n in zip(shares, apart.nodes, strict=True)])
         is_exchange = is_due and (step + 1) // apart.period % apart.rounds == 0
-        _average(apart, models, optimizers, within, apart.exchange if is_exchange else gone_on)
+        _average(apart, models, optimizers, within, apart.exchange if is_exchange else keep_mean)
         frames.zero_()
         earlier.zero_()
     return flat(models[0])
@@ -111,11 +111,11 @@ def _average(
     models: list[torch.nn.Module],
     optimizers: list[torch.optim.Optimizer],
     shares: Tensor,
-    exchange: Callable[[Tensor], Tensor] = gone_on,
+    exchange: Callable[[Tensor], Tensor] = keep_mean,
 ) -> None:
-    going_on = exchange(torch.einsum("r,rp->p", shares, torch.stack([vector(m) for m in models])))
+    resuming = exchange(torch.einsum("r,rp->p", shares, torch.stack([vector(m) for m in models])))
     for model in models:
-        torch.nn.utils.vector_to_parameters(going_on.clone(), model.parameters())
+        torch.nn.utils.vector_to_parameters(resuming.clone(), model.parameters())
     _settle(apart.momentum, optimizers, shares)
 
 

@@ -43,7 +43,7 @@ class _Interrupting(SilentReporter):
 
 
 def begin_run(dataset: Dataset, run: Path, options: Sequence[str]) -> None:
-    """Leave a run that `train DATA RUN OPTIONS --resume` over two ranks goes on with."""
+    """Leave a run that `train DATA RUN OPTIONS --resume` over two ranks continues."""
     command = tyro.cli(
         TrainCommand,
         args=["data", "run", *options],
@@ -61,7 +61,7 @@ def begin_run(dataset: Dataset, run: Path, options: Sequence[str]) -> None:
 
 
 def load_last_checkpoint(run: Path) -> list[RankState]:
-    """Load the last checkpoint as every rank would; it must be whole and fit to go on from."""
+    """Load the last checkpoint as every rank would; it must be complete and usable."""
 
     def load(comm: Communicator) -> RankState:
         notices: list[str] = []

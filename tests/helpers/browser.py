@@ -58,7 +58,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chro
 
 
 def open_page(browser: webdriver.Chrome, page: Path, width: int) -> None:
-    """Load a page in a window of so many pixels; what was logged before is forgotten."""
+    """Load a page in a window of the given size, pixels; earlier log entries are discarded."""
     metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     browser.get_log("browser")
@@ -67,7 +67,7 @@ def open_page(browser: webdriver.Chrome, page: Path, width: int) -> None:
 
 
 def requested(browser: webdriver.Chrome) -> list[str]:
-    """Return every address that was asked for since the page was opened."""
+    """Return every address that was requested since the page was opened."""
     messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     return [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
 
@@ -78,12 +78,12 @@ def script(browser: webdriver.Chrome, code: str) -> Any:
 
 
 def assert_comes_to(browser: webdriver.Chrome, look: Callable[[], object]) -> None:
-    """Wait until what is looked at is so: the page may answer an input only a moment later."""
+    """Wait until a condition holds: the page may react to an input only a moment later."""
     WebDriverWait(browser, _PATIENCE_S).until(lambda _: look())
 
 
 def assert_loads_alone(browser: webdriver.Chrome, page: Path) -> None:
-    """Check that a page loads without a complaint and asks for nothing but itself."""
+    """Check that a page loads without errors and requests nothing but itself."""
     open_page(browser, page, 1366)
     assert browser.get_log("browser") == []
     others = [url for url in requested(browser) if url != page.as_uri() and not url.startswith("data:")]
@@ -91,7 +91,7 @@ def assert_loads_alone(browser: webdriver.Chrome, page: Path) -> None:
 
 
 def assert_fits_the_window(browser: webdriver.Chrome, page: Path, width: int) -> None:
-    """Check that nothing reaches over the side, all details open."""
+    """Check that nothing is wider than the window, with all details open."""
     open_page(browser, page, width)
     assert script(browser, "document.querySelectorAll('details').forEach(d => d.open = true); return 1") == 1
     assert script(browser, "return document.documentElement.scrollWidth") <= width

@@ -1,4 +1,4 @@
-"""What every communicator must do, whatever carries it: the checks shared by threads and real ranks.
+"""Checks that every communicator must pass, with ranks as threads or as processes.
 
 Each function is collective and takes this rank's communicator; `CHECKS` lists them.
 """

@@ -22,7 +22,7 @@ _FEATURES = FeatureConfig(num_mel_bins=4, dtype="float32")
 
 @dataclass(frozen=True)
 class Heard:
-    """An utterance that was said, and what was recognised."""
+    """A spoken utterance, and what was recognised."""
 
     utterance_id: str
     speaker: str

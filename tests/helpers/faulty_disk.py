@@ -13,7 +13,7 @@ import pytest
 
 
 class Crash(BaseException):
-    """The process is gone: nothing cleans up after it."""
+    """Simulates the end of the process: nothing cleans up after it."""
 
 
 def full() -> OSError:

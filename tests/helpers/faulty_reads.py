@@ -1,4 +1,4 @@
-"""A disk that is unplugged, or gives less than it should, after some reads."""
+"""A disk that is unplugged, or returns too little, after some reads."""
 
 from __future__ import annotations
 

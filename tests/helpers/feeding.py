@@ -41,7 +41,7 @@ def fed(
 
     Args:
         dataset_of: returns the data of a feeder, given its number from 0.
-        exit_code: what the trainers leave with, and hence the feeders.
+        exit_code: exit code of the trainers, and hence the feeders.
     """
     size = num_trainers + num_feeders
     roles = assign_roles(["host"] * size, num_feeders)

@@ -1,4 +1,4 @@
-"""What a run has left in its folder, and whether two runs left the same."""
+"""Read what a run wrote to its folder, and compare two runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def model_tensors(run: Path) -> dict[str, Tensor]:
-    """Return what stands in model.safetensors."""
+    """Return the tensors of model.safetensors."""
     tensors: dict[str, Tensor] = safetensors.torch.load_file(run / "model.safetensors")
     return tensors
 

@@ -7,7 +7,7 @@ import torch
 
 
 def computes_lstms_in(dtype: torch.dtype) -> bool:
-    """Tell whether torch has an LSTM in this format here."""
+    """Return whether torch can compute an LSTM in this format here."""
     try:
         with torch.autocast("cpu", dtype=dtype):
             torch.nn.LSTM(4, 4)(torch.zeros(2, 1, 4))[0].float().sum().backward()

@@ -1,4 +1,4 @@
-"""What a job whose rank was killed leaves behind, and how it goes on: shared by ranks and feeders."""
+"""What a job whose rank was killed leaves behind, and how it resumes: shared by ranks and feeders."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def assert_ended_by_a_kill(ended: Ended, run: Path) -> None:
 
 
 def assert_goes_on_to_the_end(command: Sequence[str], run: Path, frames: int) -> None:
-    """Resume a run of 10 epochs of so many frames: it goes on from its checkpoint, nothing is missing."""
+    """Resume a run of 10 epochs of so many frames: it continues from its checkpoint, nothing is missing."""
     saved = last_step(run)
     assert saved > 0
     ended = ended_within(DEADLINE_S, [*command, "--resume"])

@@ -1,4 +1,4 @@
-"""librosa to compare with, run by Python: to compile it takes 25 s of a core, for little that is computed."""
+"""librosa without compilation, which would take 25 s of a core for little computation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits of a process, as systems set them."""
+"""Limits that systems set for a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who listens in a job, and who is let in."""
+"""Find which ports a job listens on, and which connections it accepts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PATIENCE_S = 3.0
 
 
 def is_let_in(address: tuple[str, int]) -> bool:
-    """Return whether a stranger's connection to a listener of this machine is taken.
+    """Return whether a listener of this machine accepts a connection from outside.
 
     A stranger's packets are dropped without a word, so its connection is never made: that is waited for.
     """

@@ -21,7 +21,7 @@ FRAMES = 500.0
 
 @dataclass(frozen=True)
 class MadeUpSteps:
-    """Steps of 100 ms that all take equally long, unless something is said of them.
+    """Steps of 100 ms that all take equally long, unless the attributes differ.
 
     Attributes:
         hosts: of each rank.

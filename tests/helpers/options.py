@@ -14,7 +14,7 @@ from speechdp.parallel.registry import StrategyChoice
 
 
 def options_with(**given: Any) -> TrainOptions:
-    """Return options that these are given of, whatever component they belong to."""
+    """Return options with these values, whatever component they belong to."""
     kinds = {
         "model": ModelOptions,
         "batch": BatchOptions,

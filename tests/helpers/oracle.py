@@ -36,7 +36,7 @@ class OracleModel(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Oracle:
-    """What `load_model` would give."""
+    """The parts of a loaded model, as `load_model` returns them."""
 
     model: OracleModel
     class_log_prior: Tensor

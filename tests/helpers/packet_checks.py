@@ -1,4 +1,4 @@
-"""What every packet channel must do: the checks shared by threads and real ranks.
+"""Checks that every packet channel must pass, with ranks as threads or as processes.
 
 Each function is collective and takes this rank's communicator; `CHECKS` lists them.
 """

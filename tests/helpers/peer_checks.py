@@ -1,4 +1,4 @@
-"""What every channel between two ranks, and every split communicator, must do, whatever carries it.
+"""Checks that every channel between two ranks, and every split communicator, must pass.
 
 Each function is collective and takes this rank's communicator; `PEER_CHECKS` lists them.  A `send` may wait
 for its receiver, so ranks that send to one another at the same time do it in threads.
@@ -350,7 +350,7 @@ def what_is_abandoned_waits_for_nobody(comm: Communicator) -> None:
 
 
 def peers_and_groups_are_refused_with_the_remedy(comm: Communicator) -> None:
-    """What a back-end owes that has neither."""
+    """Checks a back-end that has neither."""
     remedy = "start with mpirun, or speechdp launch without --launcher"
     with pytest.raises(ConfigError, match=rf"no messages between two ranks .*{remedy}"):
         comm.peers()

@@ -1,4 +1,4 @@
-"""Small profiles for tests, and what they say."""
+"""Small profiles for tests, and their answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers.profiles import MadeUpProfile, write_profile
 
 
 def answer_of(out: Path) -> Answer:
-    """Return what a profile says."""
+    """Return the answer of a profile."""
     profile = read_profile(out)
     return find_answer(profile, all_scalings(profile))
 

@@ -95,7 +95,7 @@ def add_utterance_errors(run: Path, errors: Sequence[int], words: int = 10) -> N
 
 
 def disturb(run: Path, *, forward: float, others: float) -> None:
-    """Have a run's forward passes take so many times as long, while so many more cores work for others."""
+    """Multiply the time of a run's forward passes, while more cores are busy with other work."""
     path = run / "timing.json"
     timing = json.loads(path.read_text())
     for rank in timing["ranks"]:

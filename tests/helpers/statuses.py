@@ -6,7 +6,7 @@ from speechdp.watchdog.status import RankStatus
 
 
 def status(rank: int, doing: str = "comm", *, step: int = 12, still_s: float = 59.0) -> RankStatus:
-    """Return the status of a rank that stands still at a step."""
+    """Return the status of a rank that makes no progress at a step."""
     return RankStatus(
         rank=rank,
         name=f"rank {rank} on n{rank + 1}",

@@ -88,7 +88,7 @@ AnyUtterance = Utterance | AudioUtterance
 
 
 class _AnyShard(ShardWriter):
-    """Writes what a program of somebody else's may write: every checksum is right, nothing else is sure."""
+    """Writes a shard as another program might: every checksum is right, nothing else is guaranteed."""
 
     def _check(self, *_: object) -> None:
         pass

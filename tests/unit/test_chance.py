@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from speechdp.chance import least_told, missed_among, t_quantile
+from speechdp.chance import least_detectable, missed_among, t_quantile
 
 
 def test_quantiles_are_those_of_tables() -> None:
@@ -25,7 +25,7 @@ def test_of_groups_that_are_alike_any_two_are_apart_in_5_of_100_cases(groups: in
     drawn, apart = random.Random(groups), 0
     for _ in range(1_000):
         found = [[drawn.gauss(-0.4, 0.02) for _ in range(values)] for _ in range(groups)]
-        least = least_told(found)
+        least = least_detectable(found)
         assert least is not None
         means = [sum(group) / values for group in found]
         apart += max(means) - min(means) > least
@@ -33,7 +33,7 @@ def test_of_groups_that_are_alike_any_two_are_apart_in_5_of_100_cases(groups: in
 
 
 def test_single_values_say_nothing_of_chance() -> None:
-    assert least_told([[1.0], [2.0]]) is None
-    assert least_told([[1.0, 2.0]]) is None
-    assert least_told([[1.0, 2.0], [], [1.5]]) == pytest.approx(12.706 * (0.5 * 1.5) ** 0.5, rel=1e-4)
-    assert least_told([[10.0, 10.0], [10.5, 10.5]]) is None  # of a script that takes no seed, say
+    assert least_detectable([[1.0], [2.0]]) is None
+    assert least_detectable([[1.0, 2.0]]) is None
+    assert least_detectable([[1.0, 2.0], [], [1.5]]) == pytest.approx(12.706 * (0.5 * 1.5) ** 0.5, rel=1e-4)
+    assert least_detectable([[10.0, 10.0], [10.5, 10.5]]) is None  # of a script that takes no seed, say

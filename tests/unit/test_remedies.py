@@ -30,7 +30,7 @@ PACKAGE = Path(speechdp.__file__).parent
 OPTIONS = re.compile(r"--(resume|overwrite|hang-timeout|backend|device|max-steps)\b")
 #: Imported by scripts, too, but what names options there happens in commands alone.
 OF_COMMANDS = {
-    "remedies.py": {"going_on", "starting_over", "going_on_as_begun", "backend", "device", "longer_wait"},
+    "remedies.py": {"resuming", "starting_over", "resuming_as_begun", "backend", "device", "longer_wait"},
     "parallel/run_files.py": {"check_same"},
     "comm/base.py": {"packets", "check_loss_tolerance"},
     "comm/loss_tolerance.py": {"__init__", "leader_lost", "broadcast"},
@@ -67,9 +67,9 @@ def test_a_full_disk_is_gone_on_from_as_the_users_command_can(tmp_path: Path) ->
 def test_a_run_that_is_a_part_of_a_command_is_begun_anew_by_itself() -> None:
     run, other = Path("OUT/a"), Path("OUT")
     assert remedies.starting_over(run) == "delete OUT/a, then run again"
-    assert remedies.going_on_as_begun() == "repeat its command (recorded in run.json)"
+    assert remedies.resuming_as_begun() == "repeat its command (recorded in run.json)"
     with remedies.of_command({"resume", "overwrite"}):
-        assert remedies.going_on_as_begun() == "give only --resume, which uses the run's own options"
+        assert remedies.resuming_as_begun() == "give only --resume, which uses the run's own options"
         with remedies.of_part(run):
             assert remedies.starting_over(run) == "delete OUT/a, then continue with --resume"
             assert remedies.starting_over(other) == "start over with --overwrite"
@@ -107,7 +107,7 @@ def test_a_commands_remedies_are_its_own_options(
     assert "resume" not in _options_of(parse("sweep", ["DATA", "OUT"]))
 
     def fails(_command: object) -> int:
-        raise RunError(f"a; {remedies.going_on()}")
+        raise RunError(f"a; {remedies.resuming()}")
 
     for name, arguments, said in (
         ("train", ["DATA", "RUN"], "continue with --resume"),

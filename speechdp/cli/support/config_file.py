@@ -46,7 +46,7 @@ def with_config(
     arguments: Sequence[str],
     of_command: Callable[[], type],
     refused: Mapping[str, str],
-    tell: Callable[[str], None],
+    print_line: Callable[[str], None],
 ) -> list[str]:
     """Return the arguments with --config replaced by the options in its file.
 
@@ -57,7 +57,7 @@ def with_config(
         of_command: returns the dataclass of the subcommand's options.
         refused: options that the subcommand does not use, with what to do instead.  A run's record has
             all of them, so they are left out then.
-        tell: called with a line on those of them that the run was given.
+        print_line: prints a line about those of them that the run was given.
 
     Raises:
         UsageError: --config is given twice, or without a file.
@@ -82,7 +82,7 @@ def with_config(
     command = of_command()
     refused = {_option(name): why for name, why in refused.items()}
     options = _Options(options_of(command), _may_be_empty(command), refused)
-    words = list(_words(Path(value), options, given, tell))
+    words = list(_words(Path(value), options, given, print_line))
     first = next((i for i, word in enumerate(own) if word.startswith("-")), len(own))
     return [*own[:first], *words, *own[first:], *rest]
 
@@ -246,7 +246,7 @@ def refuse_unknown(arguments: Sequence[str], command: type, name: str) -> None:
 
 
 def _words(
-    path: Path, options: _Options, given: Collection[str], tell: Callable[[str], None]
+    path: Path, options: _Options, given: Collection[str], print_line: Callable[[str], None]
 ) -> Iterator[str]:
     """Yield the options in a file as words of a command line.  Raises ConfigError.
 
@@ -254,7 +254,7 @@ def _words(
         options: options of the command.
         given: options on the command line; they take precedence, because a repeatable option of the file
             would otherwise be added to them.
-        tell: called with a line on options of a run that the command does not use.
+        print_line: prints a line about options of a run that the command does not use.
     """
     known, left_out = options.known, []
     values, began_in = _values_of(path, known)
@@ -281,7 +281,7 @@ def _words(
         relative = elsewhere and option in _OF_PATHS and isinstance(value, str)
         yield from _of(path, option, str(Path(began_in or "") / value) if relative else value, known[option])
     if left_out:
-        tell(f"{path}: ignored, as they do not apply to this command: {', '.join(left_out)}")
+        print_line(f"{path}: ignored, as they do not apply to this command: {', '.join(left_out)}")
 
 
 def is_record_of_run(path: Path) -> bool:

@@ -29,7 +29,7 @@ from speechdp.data.shards.dataset import Dataset
 from speechdp.launching.cores import share_cores
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.stop import StopRequest
-from speechdp.process.ending import heed_put_off, outlast_signals
+from speechdp.process.ending import heed_put_off, ignore_signals
 from speechdp.process.file_limit import raise_file_limit
 from speechdp.process.garbage import look_for_garbage_as_usual
 from speechdp.process.heap import keep_few_kernels, keep_freed_memory
@@ -120,7 +120,7 @@ def _stop_request(*, by_interrupt: bool = False) -> Iterator[StopRequest]:
         with StopRequest(by_interrupt=by_interrupt) as stop:
             yield stop
     finally:
-        outlast_signals()
+        ignore_signals()
 
 
 def _train_or_feed(
@@ -140,12 +140,12 @@ def _train_or_feed(
             start.over()
             return serve_trainers(job, job.roles, dataset, request.options.loading.loader_threads)
         device = choose_device(request.options.device, job.part.local_rank)
-        with open_link(job, job.roles, device) as goodbye:
+        with open_link(job, job.roles, device) as connection:
             check_sum(job.part)
             session = _session(job.part, request, dataset, stop, job.roles)
             start.over()
-            goodbye.exit_code = function(dataclasses.replace(session, feeders=Feeders(goodbye.link)))
-        return goodbye.exit_code
+            connection.exit_code = function(dataclasses.replace(session, feeders=Feeders(connection.link)))
+        return connection.exit_code
 
 
 def _session(

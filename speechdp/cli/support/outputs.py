@@ -12,7 +12,7 @@ from pathlib import Path
 from speechdp.counting import counted
 from speechdp.errors import ConfigError, RunError
 from speechdp.files import cannot_be_written, check_writable, hand_over, sync, sync_name, why_no_folder
-from speechdp.process.notices import tell
+from speechdp.process.notices import print_message
 
 
 def output_file(path: Path, *, overwrite: bool) -> Path:
@@ -110,7 +110,7 @@ def _leave(partial: Path, size: int, finished: str) -> None:
     elif partial.exists():
         os.truncate(partial, size)
         advice = "move it away, or --overwrite replaces it"
-        tell(f"{partial}: holds the finished part, {finished}; {advice}")
+        print_message(f"{partial}: holds the finished part, {finished}; {advice}")
 
 
 @contextmanager

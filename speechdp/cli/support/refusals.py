@@ -45,18 +45,18 @@ def boxes_as_lines(name: str, remedy: str = "") -> Iterator[None]:
         UsageError: in place of tyro's SystemExit with a box.
         SystemExit: raised by tyro after it printed help.
     """
-    said, columns = io.StringIO(), os.environ.get("COLUMNS")
+    captured, columns = io.StringIO(), os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = _WIDTH
     try:
-        with redirect_stderr(said):
+        with redirect_stderr(captured):
             yield
     except SystemExit as end:
         if end.code == exit_codes.USAGE:
-            raise UsageError(line_of(said.getvalue(), name, remedy)) from None
-        sys.stderr.write(said.getvalue())
+            raise UsageError(line_of(captured.getvalue(), name, remedy)) from None
+        sys.stderr.write(captured.getvalue())
         raise
     else:
-        sys.stderr.write(said.getvalue())
+        sys.stderr.write(captured.getvalue())
     finally:
         del os.environ["COLUMNS"]
         if columns is not None:
@@ -79,10 +79,10 @@ def line_of(box: str, name: str, remedy: str = "") -> str:
     # The text starts two characters from the edge, also in boxes without sides (stdout is not UTF-8).
     inner = [line.rstrip(_BORDER)[2:] for line in lines]
     end = next((i for i, line in enumerate(inner) if line.startswith(_MORE)), len(inner))
-    return _told(title.strip(_BORDER), inner[:end], name, remedy)
+    return _described(title.strip(_BORDER), inner[:end], name, remedy)
 
 
-def _told(title: str, body: Sequence[str], name: str, remedy: str) -> str:
+def _described(title: str, body: Sequence[str], name: str, remedy: str) -> str:
     text = " ".join(line.strip() for line in body)
     if remedy and (title == "Required options" or _UNKNOWN.fullmatch(text)):
         return f"{name}: {remedy}"

@@ -14,7 +14,7 @@ import tyro
 from speechdp import exit_codes
 from speechdp.errors import ConfigError
 from speechdp.options.shown import BATCH_JOB_OR_HERE, shown
-from speechdp.process.notices import tell
+from speechdp.process.notices import print_message
 
 if TYPE_CHECKING:
     from speechdp.cli.support.starting import JobHosts
@@ -137,7 +137,7 @@ class ScriptOptions(StartsJobs):
         return super().hosts
 
 
-def say_how_many_failed(failed: int, runs: int, logs: Path | None, what: str = "runs") -> None:
+def report_failures(failed: int, runs: int, logs: Path | None, what: str = "runs") -> None:
     """Print how many runs failed and where to look, if any did.
 
     Args:
@@ -145,18 +145,18 @@ def say_how_many_failed(failed: int, runs: int, logs: Path | None, what: str = "
     """
     if failed:
         output = "" if logs is None else f", their output in {logs}"
-        tell(
+        print_message(
             f"{failed} of {runs} {what} failed; their messages are above{output}; the same command tries "
             "them again"
         )
 
 
-def until_stopped(out: Path, say: Callable[[str], None], work: Callable[[], int]) -> int:
+def until_stopped(out: Path, print_line: Callable[[str], None], work: Callable[[], int]) -> int:
     """Do the work in OUT, including its report; return its exit code, or that of a requested stop.
 
     Args:
         out: folder that the command writes.
-        say: takes a line of progress.
+        print_line: prints a line of progress.
         work: does the work; a signal may stop it at any time, and what it has finished is kept.
     """
     from speechdp.experiments.jobs import JobStopped, stops_between_jobs  # noqa: PLC0415 - keeps --help fast
@@ -165,7 +165,7 @@ def until_stopped(out: Path, say: Callable[[str], None], work: Callable[[], int]
         with stops_between_jobs():
             return work()
     except JobStopped:
-        say(f"stopped as requested; the same command continues {out}")
+        print_line(f"stopped as requested; the same command continues {out}")
         return exit_codes.STOPPED
 
 
@@ -308,13 +308,13 @@ class OutFolder:
 
 @contextmanager
 def owned_folder(
-    out: OutFolder, command: str, say: Callable[[str], None], kind: FolderKind
+    out: OutFolder, command: str, print_line: Callable[[str], None], kind: FolderKind
 ) -> Iterator[FolderOwner]:
     """Own a folder during the block, and empty it first if asked; yield its owner.
 
     Args:
         command: the user's command, for messages.
-        say: takes a line of progress.
+        print_line: prints a line of progress.
         kind: kind of folder that the command writes.
 
     Raises:
@@ -325,7 +325,7 @@ def owned_folder(
 
     heed_put_off()
     out.check(kind)
-    with owner_of(out.path, command, say) as owner:
+    with owner_of(out.path, command, print_line) as owner:
         if stays := out.take(owner, kind):
-            say(stays)
+            print_line(stays)
         yield owner

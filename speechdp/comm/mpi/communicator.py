@@ -132,7 +132,7 @@ class MpiCommunicator(Communicator):
         self._star.barrier()
         if lost := [rank for rank in range(self.size) if rank not in self.alive]:
             raise CommunicationError(
-                f"rank {lost[0]} is gone, and training has not begun; {remedies.going_on()}"
+                f"rank {lost[0]} is gone, and training has not begun; {remedies.resuming()}"
             )
         return TolerantMpiPeers(checked("opening a channel", self._sync.Dup), reads_cuda=self._reads_cuda)
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from speechdp.comm.environment import (
     end_process,
     flush_output,
-    has_parent_that_tells,
+    has_parent_that_reports,
     prepare_open_mpi,
-    wait_until_heard,
+    wait_until_read,
 )
 from speechdp.comm.waiting import sleep_until
 from speechdp.errors import CommunicationError
@@ -39,8 +39,8 @@ def abort_world(exit_code: int) -> NoReturn:
     """End every rank of the MPI job at once."""
     flush_output()
     # Hydra also ends the others when a rank exits, with an exit code of its own; launch knows the rank's.
-    if not has_parent_that_tells():
-        wait_until_heard()
+    if not has_parent_that_reports():
+        wait_until_read()
         MPI.COMM_WORLD.Abort(exit_code)
     end_process(exit_code or 1)  # MPICH's Abort returns once it has notified the launcher
 

@@ -66,7 +66,7 @@ def guard(make: Callable[[], Communicator], function: Callable[[Communicator], i
             comm.leave(exit_code)
             return exit_code
     except SystemExit as error:
-        if _says_success(error) and _is_alone(comm):
+        if _is_success(error) and _is_alone(comm):
             return 0
         return _end(comm, error)
     except Ended as end:
@@ -88,7 +88,7 @@ def _end(comm: Communicator | None, error: BaseException) -> int:
         # Another rank's abort begins with SIGTERM; a handler that saves a checkpoint would only delay it.
         give_up_handler(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(report.delay_s)
-    environment.note_told()
+    environment.note_reported()
     _print(report.text)
     if comm is not None:
         comm.abort(report.exit_code)
@@ -125,7 +125,7 @@ def _describe(comm: Communicator | None, error: BaseException) -> _Report:
 
 
 def _describe_exit(name: str, error: SystemExit, delay_s: float) -> _Report:
-    if _says_success(error):
+    if _is_success(error):
         text = f"{name}: left by sys.exit with success, but the other ranks would wait for this one\n"
         return _Report(text, exit_codes.CRASHED, delay_s)
     if isinstance(error.code, int):
@@ -135,7 +135,7 @@ def _describe_exit(name: str, error: SystemExit, delay_s: float) -> _Report:
     return _Report(f"{name}: {error.code}\n", exit_codes.FAILED, delay_s)
 
 
-def _says_success(error: SystemExit) -> bool:
+def _is_success(error: SystemExit) -> bool:
     return error.code is None or error.code == 0
 
 

@@ -52,7 +52,7 @@ class OwningProcess:
 def owner_of(
     folder: Path,
     command: str,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
     process: OwningProcess = OwningProcess(),
     *,
     file: Path | None = None,
@@ -61,13 +61,13 @@ def owner_of(
 
     Args:
         command: what the process does, for the message to others that want the folder.
-        say: called with a line for the user.
+        print_line: prints a line for the user.
         file: see FolderOwner.
     """
-    surroundings = Surroundings(say, process.end, process.stopped)
+    surroundings = Surroundings(print_line, process.end, process.stopped)
     return FolderOwner(folder, Claimant.here(command, os.environ), surroundings, file=file)
 
 
-def say_aside(text: str) -> None:
+def print_to_stderr(text: str) -> None:
     """Print a line to stderr."""
     print(text, file=sys.stderr, flush=True)

@@ -23,7 +23,7 @@ _ASKED = (
 )
 
 
-def heed_mpirun_end() -> None:
+def handle_mpirun_end() -> None:
     """Let SIGTERM end this rank of an unsupervised mpirun, and let rank 0 say so.
 
     Call it in the main thread, before `end_by_exception`.
@@ -34,12 +34,12 @@ def heed_mpirun_end() -> None:
     if launch.rank > 0:
         ending.hold_end_by_mpirun(lambda: None)
         return
-    teller = _Teller()
-    ending.hold_end_by_mpirun(teller.tell)
-    teller.start()
+    announcer = _Announcer()
+    ending.hold_end_by_mpirun(announcer.announce)
+    announcer.start()
 
 
-class _Teller:
+class _Announcer:
     """Writes the line once, as soon as SIGTERM arrives.
 
     A separate thread writes it, as the main thread may wait inside MPI for another rank until it is killed.
@@ -48,7 +48,7 @@ class _Teller:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._has_told = False
+        self._has_reported = False
 
     def start(self) -> None:
         """Begin to watch for the signal."""
@@ -59,12 +59,12 @@ class _Teller:
         os.register_at_fork(after_in_child=partial(signal.set_wakeup_fd, -1))
         threading.Thread(target=self._watch, args=(reading,), name="speechdp-mpirun-end", daemon=True).start()
 
-    def tell(self) -> None:
+    def announce(self) -> None:
         """Write the line, unless it was written before or a rank has said why the job ends."""
         with self._lock:
-            if self._has_told or environment.has_told():
+            if self._has_reported or environment.has_reported():
                 return
-            self._has_told = True
+            self._has_reported = True
             text = f"speechdp: rank 0 on {environment.host_name()}: {_what_follows()}\n"
             with suppress(OSError):  # the reader is gone
                 os.write(STDERR, text.encode(errors="replace"))
@@ -72,7 +72,7 @@ class _Teller:
     def _watch(self, reading: int) -> None:
         while signal.SIGTERM not in os.read(reading, 64):
             pass
-        self.tell()
+        self.announce()
 
 
 def _what_follows() -> str:

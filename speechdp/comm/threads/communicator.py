@@ -39,11 +39,11 @@ class _Exchange:
 
     Attributes:
         what: description of the call, the same on every rank.
-        said: `what` as messages show it, with the script's call in which the first rank made it.
+        description: `what` as messages show it, with the script's call in which the first rank made it.
     """
 
     what: str
-    said: str
+    description: str
     parts: dict[int, Any] = field(default_factory=dict)
     result: Any = None
     num_read: int = 0
@@ -65,15 +65,15 @@ class _Shared:
 
     def deposit(self, number: int, rank: int, what: str, part: Any, at: str = "") -> _Exchange:
         """Add one rank's part to exchange `number`; `at` names the script's call that makes it."""
-        said = f"{what} at {at}" if at else what
+        description = f"{what} at {at}" if at else what
         with self.job.changed:
             self.job.check_here(self.members[rank])
-            exchange = self.exchanges.setdefault(number, _Exchange(what, said))
+            exchange = self.exchanges.setdefault(number, _Exchange(what, description))
             if exchange.what != what:
                 first, this = self.members[min(exchange.parts)], self.members[rank]
                 raise CommunicationError(
-                    f"exchange {number}: rank {first} calls {exchange.said}, but rank {this} calls {said}; "
-                    "every rank must make the same calls in the same order"
+                    f"exchange {number}: rank {first} calls {exchange.description}, but rank {this} "
+                    f"calls {description}; every rank must make the same calls in the same order"
                 )
             exchange.parts[rank] = part
             self.job.changed.notify_all()

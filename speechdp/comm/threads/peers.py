@@ -25,7 +25,7 @@ class Mailboxes:
         self.job, self.members = job, members
         self._boxes: defaultdict[tuple[int, int], list[tuple[int, Tensor]]] = defaultdict(list)
         # Losses already reported to each rank in receives from any source.
-        self._told: defaultdict[int, frozenset[int]] = defaultdict(frozenset)
+        self._reported: defaultdict[int, frozenset[int]] = defaultdict(frozenset)
 
     @property
     def lost(self) -> frozenset[int]:
@@ -54,16 +54,16 @@ class Mailboxes:
         with self.job.changed:
             while True:
                 if source is None:
-                    self._tell_losses(rank)  # before looking for a message, as MPI does
+                    self._report_losses(rank)  # before looking for a message, as MPI does
                 if (message := self._pop(rank, sources, tag)) is not None:
                     return message
                 if source in self.lost:
                     raise PeerLost(self.lost)
                 self.job.wait(what, self.members[rank], missing, for_any=source is None)
 
-    def _tell_losses(self, rank: int) -> None:
-        news = self.lost - self._told[rank]
-        self._told[rank] |= news
+    def _report_losses(self, rank: int) -> None:
+        news = self.lost - self._reported[rank]
+        self._reported[rank] |= news
         if news:
             raise PeerLost(self.lost)
 

@@ -55,7 +55,7 @@ class Rendezvous:
         if self.connects_later:
             yield
             return
-        with doors.shut_behind_us():
+        with doors.close_new_listeners():
             yield
         # gloo has connected every two ranks of the group, so all of them have connected to the store.
         if self.listener is not None:

@@ -327,7 +327,7 @@ class _Line:
     """The values of a line, by kind of column; `where` names the line in messages."""
 
     where: str
-    said: Mapping[str, Any]
+    record: Mapping[str, Any]
 
     def utterance(self, places: _Places) -> CorpusUtterance:
         path = self._text("audio")
@@ -343,7 +343,7 @@ class _Line:
             self._text("speaker") or UNKNOWN_SPEAKER,
             self._text("text"),
             self._audio(places.path_of(path), start or 0.0, end),
-            split=self._text("split") if "split" in self.said else None,
+            split=self._text("split") if "split" in self.record else None,
         )
 
     def _audio(self, path: Path, start: float, end: float | None) -> AudioSource:
@@ -379,7 +379,7 @@ class _Line:
         return int(text) - 1 if text else None
 
     def _text(self, kind: str) -> str:
-        value = self.said.get(kind)
+        value = self.record.get(kind)
         if isinstance(value, (list, dict, bool)):
             raise ConfigError(f"{self.where}: {kind} is {value!r}; give a text or a number")
         return "" if value is None else str(value).strip()

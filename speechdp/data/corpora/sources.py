@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
-from speechdp.counting import counted, said_of
+from speechdp.counting import counted, counted_clause
 from speechdp.data.corpora.corpus import SPLIT_NAMES, Corpus
 from speechdp.data.corpora.same_sound import SameFiles, SoundIndex, times_of
 from speechdp.data.corpora.splits import RANDOM_DEFAULT, original_name, original_start, without_test
@@ -156,16 +156,16 @@ def _without_held_out(
             named = " and ".join(map(str, counts))
             remedy = "leave it out as a SOURCE" if are_several else "give others to train on"
             raise ConfigError(f"{source}: all of its utterances are in {named}, too; {remedy}")
-        said = [
-            said_of(number, "utterance", f"are also in {each.path}, and used for {each.split} only")
+        split_notices = [
+            counted_clause(number, "utterance", f"are also in {each.path}, and used for {each.split} only")
             for each, number in counts.items()
         ]
         copies = len(corpus.utterances) - len(stay) - len(there)
         if copies:
-            said.append(
+            split_notices.append(
                 f"left out: {counted(copies, 'utterance')} changed from those, by Kaldi's names for such"
             )
-        return replace(corpus, utterances=stay, notices=(*corpus.notices, *said))
+        return replace(corpus, utterances=stay, notices=(*corpus.notices, *split_notices))
 
     return [(source, left_of(source, corpus)) for source, corpus in parts]
 

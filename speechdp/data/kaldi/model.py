@@ -101,8 +101,8 @@ class PdfMap:
         wrong = np.empty(len(ids), dtype=bool)
         wrong[0] = self.sources[ids[0]] != 0
         begins = (entered[:-1] == _END) & (self.sources[ids[1:]] == 0)
-        goes_on = (entered[:-1] == self.sources[ids[1:]]) & (self.phones[ids[:-1]] == self.phones[ids[1:]])
-        wrong[1:] = ~(begins | goes_on)
+        continues = (entered[:-1] == self.sources[ids[1:]]) & (self.phones[ids[:-1]] == self.phones[ids[1:]])
+        wrong[1:] = ~(begins | continues)
         if wrong.any():
             return int(leaving[np.flatnonzero(wrong)[0]])
         return None if entered[-1] == _END else len(alignment) - 1

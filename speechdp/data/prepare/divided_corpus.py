@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from speechdp.counting import counted, said_of
+from speechdp.counting import counted, counted_clause
 from speechdp.data.corpora.corpus import SPLIT_NAMES, Corpus, CorpusUtterance
 from speechdp.data.corpora.same_sound import SameFiles, SoundIndex
 from speechdp.data.corpora.splits import (
@@ -157,8 +157,8 @@ def _warn_of_single(
     shares = ",".join(f"{name}=0.2" for name in ("dev", "test") if name not in held_out)
     larger = [f"give larger shares, e.g. --split random:{shares}"] if {*single} - {*held_out} else []
     larger += [f"give --{name} more" for name in single if name in held_out]
-    said = f"{' and '.join(single)} {hold}, on which an error rate means nothing"
-    return (f"warning: {said}; {', and '.join(larger)}",)
+    problem = f"{' and '.join(single)} {hold}, on which an error rate means nothing"
+    return (f"warning: {problem}; {', and '.join(larger)}",)
 
 
 def _warn_of_large_dev(splits: Mapping[str, Sequence[CorpusUtterance]]) -> tuple[str, ...]:
@@ -184,9 +184,11 @@ def warn_of_speakers(
     names = speakers_on_both_sides(splits)
     if not names:
         return ()
-    heard = {name: {original_name(u.speaker) for u in utterances} for name, utterances in splits.items()}
-    shared = [name for name in ("dev", "test") if heard.get(name, set()) & {*names}]
-    divided = set().union(*(speakers for name, speakers in heard.items() if name not in held_out))
+    speakers_of = {
+        name: {original_name(u.speaker) for u in utterances} for name, utterances in splits.items()
+    }
+    shared = [name for name in ("dev", "test") if speakers_of.get(name, set()) & {*names}]
+    divided = set().union(*(speakers for name, speakers in speakers_of.items() if name not in held_out))
     given_anew = [name for name in shared if name in held_out] or (shared if len(divided) < 2 else [])
     if given_anew:
         apart = " and ".join(f"--{name}" for name in given_anew) + " of other speakers would keep them apart"
@@ -194,8 +196,8 @@ def warn_of_speakers(
         wanted = [name for name in ("dev", "test") if name not in held_out]
         apart = f"{options_apart(divided, wanted)} keeps speakers apart"
     return (
-        f"warning: {said_of(len(names), 'speaker', 'are both in train and held out')}, first {names[0]}; "
-        f"results do not hold for new speakers ({apart})",
+        f"warning: {counted_clause(len(names), 'speaker', 'are both in train and held out')}, first "
+        f"{names[0]}; results do not hold for new speakers ({apart})",
     )
 
 
@@ -219,11 +221,11 @@ def warn_of_same_sound(
         found = ((utterance, indices[first].find(audio)) for utterance, audio in sounds[second])
         shared = [(utterance, other) for utterance, other in found if other is not None]
         if shared:
-            (one, other), said = shared[0], f"have sound that {first} has, too"
+            (one, other), predicate = shared[0], f"have sound that {first} has, too"
             warnings.append(
-                f"warning: {said_of(len(shared), f'{second} utterance', said)}, first {one} ({other} in "
-                f"{first}): a copy of the file, or an overlapping part, so its errors mean little; leave "
-                "one of the two out"
+                f"warning: {counted_clause(len(shared), f'{second} utterance', predicate)}, first {one} "
+                f"({other} in {first}): a copy of the file, or an overlapping part, so its errors mean "
+                "little; leave one of the two out"
             )
     return tuple(warnings)
 
@@ -241,11 +243,11 @@ def channels_read(infos: Iterable[AudioInfo], asked_for: Channel | None) -> tupl
             files.setdefault(info.channel, set()).add(file_of(info.source))
     if not files:
         return () if asked_for is None else (f"--channel {asked_for}: all audio has one channel already",)
-    said = ", ".join(
+    listed = ", ".join(
         f"{channel_read(channel)} of {len(those):,}"
         for channel, those in sorted(files.items(), key=lambda item: str(item[0]))
     )
-    return (f"of {counted(len(set().union(*files.values())), 'file')} of several channels: {said}",)
+    return (f"of {counted(len(set().union(*files.values())), 'file')} of several channels: {listed}",)
 
 
 def _resampled(infos: Sequence[AudioInfo], rate: int) -> tuple[str, ...]:
@@ -253,7 +255,7 @@ def _resampled(infos: Sequence[AudioInfo], rate: int) -> tuple[str, ...]:
     lower = [info for info in infos if info.sampling_rate < rate]
     others = [info for info in infos if info.sampling_rate != rate]
     if lower:
-        files = said_of(len(lower), "file", f"have {lower[0].sampling_rate} Hz")
+        files = counted_clause(len(lower), "file", f"have {lower[0].sampling_rate} Hz")
         return (
             f"warning: {files}, less than the {rate} Hz that the model was trained on; expect more errors",
         )

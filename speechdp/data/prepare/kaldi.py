@@ -266,10 +266,10 @@ def _align(
     if alignments.num_pdfs is None:
         largest = f"by the largest in {options.from_kaldi.ali_pdf}"
         notices += (f"{num_classes} pdfs, {largest}; --ali would count them",)
-    return manifest, splits, notices + unseparated + _as_cmvn_opts_say(options, config)
+    return manifest, splits, notices + unseparated + _cmvn_opts_notice(options, config)
 
 
-def _as_cmvn_opts_say(options: PrepareOptions, config: FeatureConfig) -> tuple[str, ...]:
+def _cmvn_opts_notice(options: PrepareOptions, config: FeatureConfig) -> tuple[str, ...]:
     path = cmvn_opts_of(options.from_kaldi)
     if path is None or config.cmvn != "speaker":
         return ()

@@ -45,8 +45,10 @@ def texts_of(splits: Mapping[str, Sequence[CorpusUtterance]]) -> Texts:
     texts = {name: [u.words for u in utterances if u.words] for name, utterances in splits.items()}
     if "train" in splits:
         # A sentence does not become more probable because augmentation repeats it at other speeds.
-        said = dict.fromkeys((original_name(u.utterance_id), u.words) for u in splits["train"] if u.words)
-        texts["train"] = [words for _, words in said]
+        texts_by_id = dict.fromkeys(
+            (original_name(u.utterance_id), u.words) for u in splits["train"] if u.words
+        )
+        texts["train"] = [words for _, words in texts_by_id]
     return texts
 
 

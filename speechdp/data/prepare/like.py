@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from speechdp.counting import agreeing, counted, said_of
+from speechdp.counting import agreeing, counted, counted_clause
 from speechdp.data.corpora.corpus import CorpusUtterance
 from speechdp.data.prepare.contents import Contents, ShardContent, deal_splits
 from speechdp.data.prepare.divided_corpus import DividedCorpus
@@ -88,8 +88,8 @@ def read_corpus_like(options: PrepareOptions, scratch: Path, progress: Progress)
     divided = DividedCorpus.of(corpus, options, progress, like)
     num_frames = frames_of(divided, like.features)
     unknown = Counter(word for u in corpus.utterances for word in u.words if word not in lexicon)
-    untold = [u for u in corpus.utterances if not u.words]
-    is_aligned = not unknown and not untold
+    untranscribed = [u for u in corpus.utterances if not u.words]
+    is_aligned = not unknown and not untranscribed
     manifest = Manifest(
         like.sampling_rate,
         like.features,
@@ -113,7 +113,7 @@ def read_corpus_like(options: PrepareOptions, scratch: Path, progress: Progress)
             model.save(directory)
 
     notices = divided.notices + spelt + lacking
-    notices += _without_targets(len(untold), len(corpus.utterances), unknown)
+    notices += _without_targets(len(untranscribed), len(corpus.utterances), unknown)
     if is_aligned:
         notices += lengths_of(divided, num_frames, lexicon)
     return Contents(
@@ -174,9 +174,9 @@ def _lexicon(
     lexicon = Lexicon.load(path)
     strange = [phone for phone in lexicon.phones if phone not in inventory.phones]
     if strange:
-        said = said_of(len(strange), "phone", "are not among those of the model")
+        unknown_phones = counted_clause(len(strange), "phone", "are not among those of the model")
         raise ConfigError(
-            f"{path}: {said}, first {strange[0]}; give a lexicon in its phones "
+            f"{path}: {unknown_phones}, first {strange[0]}; give a lexicon in its phones "
             f"({' '.join(inventory.phones[:10])} ...)"
         )
     return lexicon, ()
@@ -197,17 +197,17 @@ def _language_model(
     return model, ()
 
 
-def _without_targets(num_untold: int, num_utterances: int, unknown: Counter[str]) -> tuple[str, ...]:
+def _without_targets(num_untranscribed: int, num_utterances: int, unknown: Counter[str]) -> tuple[str, ...]:
     """Report why there are no targets, and what the data can be used for; empty if there are targets."""
-    if num_untold == num_utterances:
+    if num_untranscribed == num_utterances:
         return (
             "no utterance has a transcript: the data can be neither trained on nor decoded, as decode "
             "counts errors; use speechdp transcribe RUN FILES to recognise the words, speechdp posteriors "
             "to score the frames",
         )
     reasons = []
-    if num_untold:
-        reasons.append(said_of(num_untold, "utterance", "have no transcript"))
+    if num_untranscribed:
+        reasons.append(counted_clause(num_untranscribed, "utterance", "have no transcript"))
     if unknown:
         most = " ".join(word for word, _ in unknown.most_common(5))
         reasons.append(

@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from speechdp.counting import counted, said_of
+from speechdp.counting import counted, counted_clause
 
 #: An utterance is implausible if its phones are this many times as long (or short) as the corpus's median ...
 _TOO_SLOW = 4.0
@@ -46,7 +46,7 @@ def _too_few_frames(lengths: Sequence[SpokenLength]) -> tuple[str, ...]:
     if not short:
         return ()
     worst = min(short, key=lambda length: length.num_frames / length.num_states)
-    utterances = said_of(len(short), "utterance", "have fewer frames than the transcript has states")
+    utterances = counted_clause(len(short), "utterance", "have fewer frames than the transcript has states")
     return (
         f"warning: {utterances}, worst {worst.utterance_id} ({counted(worst.num_frames, 'frame')}, "
         f"{counted(worst.num_states, 'state')}); their flat alignment skips states",
@@ -68,7 +68,7 @@ def _implausible(lengths: Sequence[SpokenLength]) -> tuple[str, ...]:
         ("short", fast, min(fast, key=rate, default=None)),
     )
     return tuple(
-        f"warning: {said_of(len(some), 'utterance', f'are implausibly {kind} for the text')}, worst "
+        f"warning: {counted_clause(len(some), 'utterance', f'are implausibly {kind} for the text')}, worst "
         f"{worst.utterance_id} ({worst.seconds:.2f} s for {counted(worst.num_words, 'word')}); check the "
         "transcripts"
         for kind, some, worst in found

@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from speechdp.counting import counted, said_of
+from speechdp.counting import counted, counted_clause
 from speechdp.data.corpora.corpus import Corpus, CorpusUtterance
 from speechdp.data.corpora.joining import (
     EDGE_S,
@@ -176,6 +176,8 @@ def _of_each_text(corpus: Corpus, make: Callable[[str], _Made]) -> list[_Made]:
         (first, fault), *others = refused
         named = ", ".join(utterance.utterance_id for utterance, _ in others[:_MAX_LISTED])
         more = ", ..." if len(others) > _MAX_LISTED else ""
-        also = f"; {said_of(len(others), 'more text', 'are')} refused, of {named}{more}" if others else ""
+        also = (
+            f"; {counted_clause(len(others), 'more text', 'are')} refused, of {named}{more}" if others else ""
+        )
         raise ConfigError(f"{first.audio}: utterance {first.utterance_id}: {fault}{also}") from fault
     return made

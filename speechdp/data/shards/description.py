@@ -43,7 +43,7 @@ def keep_description(dataset: Dataset, folder: Path) -> list[str]:
             notices.append(f"{folder} holds no language model: {error}")
         _copy(dataset.path / MANIFEST_NAME, folder / MANIFEST_NAME)
     except OSError as error:
-        raise RunError(cannot_be_written(folder, error, remedies.going_on())) from error
+        raise RunError(cannot_be_written(folder, error, remedies.resuming())) from error
     return notices
 
 

@@ -209,7 +209,7 @@ def loudness_of_silence(config: FeatureConfig) -> tuple[slice, float] | None:
     A frame is silent if all its values in these columns are below this limit.  The limit is above what a
     single step of 16-bit samples in the frame, or noise of a tenth of a step, gives there, and below the
     background of any recording.  The frames before and after silence have a few samples of sound at the edge
-    of their window: they do not count as heard either.
+    of their window: they do not count as audible either.
 
     Returns:
         Columns of unnormalised features, and the limit, nats.
@@ -221,12 +221,12 @@ def loudness_of_silence(config: FeatureConfig) -> tuple[slice, float] | None:
     return None  # Kaldi's own features have their own scale
 
 
-def heard_beside(silent: _MaskT) -> _MaskT:
-    """Return which frames count as heard, (T,) bool: neither silent nor beside a silent one."""
-    heard = ~silent
-    heard[1:] &= ~silent[:-1]
-    heard[:-1] &= ~silent[1:]
-    return heard
+def audible_beside(silent: _MaskT) -> _MaskT:
+    """Return which frames count as audible, (T,) bool: neither silent nor beside a silent one."""
+    audible = ~silent
+    audible[1:] &= ~silent[:-1]
+    audible[:-1] &= ~silent[1:]
+    return audible
 
 
 def normalise(features: npt.NDArray[np.float32], config: FeatureConfig) -> npt.NDArray[np.float32]:
@@ -242,11 +242,11 @@ def normalise(features: npt.NDArray[np.float32], config: FeatureConfig) -> npt.N
         columns, below = silence
         silent = np.all(features[:, columns] < below, axis=1)
         if silent.any():
-            heard = heard_beside(silent)
+            audible = audible_beside(silent)
             normalised = np.full_like(features, SILENCE_ALONE)
-            if heard.any():
-                normalised[heard] = _normalised(features[heard], config)
-                normalised[~heard] = normalised[heard].min(axis=0)
+            if audible.any():
+                normalised[audible] = _normalised(features[audible], config)
+                normalised[~audible] = normalised[audible].min(axis=0)
             return normalised
     return _normalised(features, config)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from speechdp.comm.base import Communicator
 from speechdp.data.signal.features import STD_FLOOR, FeatureConfig
-from speechdp.data.transforms.torch_features import beside_silence, heard_frames
+from speechdp.data.transforms.torch_features import audible_frames, beside_silence
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,13 @@ class Moments:
 
     def normalise(self, features: Tensor, config: FeatureConfig) -> Tensor:
         """Normalise (T, F) features: their mean, their variance or both, according to `config`."""
-        heard = heard_frames(features, config)
+        audible = audible_frames(features, config)
         if config.mean_normalise:
             features = features - self.mean
         if config.variance_normalise:
             features = features / self.std
         is_normalised = config.mean_normalise or config.variance_normalise
-        return beside_silence(features[heard], heard) if is_normalised else features
+        return beside_silence(features[audible], audible) if is_normalised else features
 
 
 def sums_of(features: Tensor, config: FeatureConfig) -> Tensor:
@@ -36,7 +36,7 @@ def sums_of(features: Tensor, config: FeatureConfig) -> Tensor:
 
     Digital silence does not count, as in `features.normalise`.
     """
-    rows = features[heard_frames(features, config)].double()
+    rows = features[audible_frames(features, config)].double()
     return torch.cat(
         [torch.tensor([float(len(rows))], dtype=torch.float64), rows.sum(0), rows.square().sum(0)]
     )

@@ -23,8 +23,8 @@ from speechdp.data.signal.features import (
     SILENCE_ALONE,
     STD_FLOOR,
     FeatureConfig,
+    audible_beside,
     check_mel_bins,
-    heard_beside,
     loudness_of_silence,
     mel_of,
     shift_samples,
@@ -112,9 +112,9 @@ def normalise_rows(rows: Tensor, num_frames: Sequence[int], config: FeatureConfi
     )
 
 
-def heard_frames(features: Tensor, config: FeatureConfig) -> Tensor:
+def audible_frames(features: Tensor, config: FeatureConfig) -> Tensor:
     """Return which frames of unnormalised features (T, D) are not digital silence: (T,) bool."""
-    return heard_beside(_silent_rows(features, config))
+    return audible_beside(_silent_rows(features, config))
 
 
 def _silent_rows(rows: Tensor, config: FeatureConfig) -> Tensor:
@@ -126,18 +126,18 @@ def _silent_rows(rows: Tensor, config: FeatureConfig) -> Tensor:
 
 
 def _normalised_beside_silence(features: Tensor, config: FeatureConfig) -> Tensor:
-    heard = heard_frames(features, config)
-    return beside_silence(_normalised(features[heard], [int(heard.sum())], config), heard)
+    audible = audible_frames(features, config)
+    return beside_silence(_normalised(features[audible], [int(audible.sum())], config), audible)
 
 
-def beside_silence(normalised: Tensor, heard: Tensor) -> Tensor:
-    """Put normalised frames where `heard`, (T,) bool, is true, and their lowest values elsewhere.
+def beside_silence(normalised: Tensor, audible: Tensor) -> Tensor:
+    """Put normalised frames where `audible`, (T,) bool, is true, and their lowest values elsewhere.
 
-    If no frame was heard, all values are SILENCE_ALONE.
+    If no frame is audible, all values are SILENCE_ALONE.
     """
-    features = normalised.new_full((len(heard), normalised.shape[1]), SILENCE_ALONE)
+    features = normalised.new_full((len(audible), normalised.shape[1]), SILENCE_ALONE)
     if len(normalised):
-        features[heard], features[~heard] = normalised, normalised.amin(dim=0)
+        features[audible], features[~audible] = normalised, normalised.amin(dim=0)
     return features
 
 

@@ -20,7 +20,7 @@ from speechdp.experiments.jobs import JobStarter
 from speechdp.experiments.race.plan import RaceOptions, RacePlan, RaceSetting, shared_training
 from speechdp.experiments.race.record import find_race, is_of
 from speechdp.options.run import TrainOptions
-from speechdp.options.targets import tell_of_spread_targets
+from speechdp.options.targets import warn_of_spread_targets
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.parallel.run_files import RunDirectory
 from speechdp.report.runs.results import ONE_RANK
@@ -88,15 +88,17 @@ class OwnTraining(ComparedTraining):
     """Trains and decodes with `speechdp`.
 
     Args:
-        say: takes a line of progress.
+        print_line: prints a line of progress.
 
     Raises:
         ConfigError: options that runs to be compared cannot have.
     """
 
-    def __init__(self, request: CompareRequest, starter: JobStarter, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, request: CompareRequest, starter: JobStarter, print_line: Callable[[str], None]
+    ) -> None:
         refuse_throughout(request.options)
-        self._request, self._starter, self._say = request, starter, say
+        self._request, self._starter, self._print_line = request, starter, print_line
         self._alignments = request.options.alignments
 
     def settings(self) -> dict[str, Any]:
@@ -109,7 +111,7 @@ class OwnTraining(ComparedTraining):
         This also prints, once for all runs, the notice of `train` about targets that are not an alignment.
         """
         request, options = self._request, self._request.options
-        tell_of_spread_targets(options, lambda: Dataset.open(request.data), self._say)
+        warn_of_spread_targets(options, lambda: Dataset.open(request.data), self._print_line)
         if not options.aligns:
             return
         run_dir = (request.out / ALIGNMENT).absolute()
@@ -122,7 +124,7 @@ class OwnTraining(ComparedTraining):
                 average_epochs=1,
                 realign_epochs=(options.realign_epochs or options.num_epochs) if options.realign else None,
             )
-            self._say("alignment: started")
+            self._print_line("alignment: started")
             message = self._train(run_dir, own, ranks)
             if message is not None:
                 raise RunError(f"{run_dir}: the alignment failed: {message}")
@@ -174,7 +176,9 @@ class OwnTraining(ComparedTraining):
             return None
         log = log_of(request.out / f"race-{ranks}")
         settings, rounds = counted(len(plan.settings), "setting"), counted(plan.rounds, "round")
-        self._say(f"race on {ranks} ranks: {settings} in turn, {rounds}, started; {log} shows the time left")
+        self._print_line(
+            f"race on {ranks} ranks: {settings} in turn, {rounds}, started; {log} shows the time left"
+        )
         words = ["compare", str(request.data.absolute()), str(request.out.absolute()), f"--job=race-{ranks}"]
         words += [f"--strategies={','.join(choice.text for choice in strategies)}", f"--seeds={options.seed}"]
         words += [f"--ranks={'1,' if 1 in request.plan.ranks else ''}{ranks}"]
@@ -185,7 +189,7 @@ class OwnTraining(ComparedTraining):
         message = self._starter.run(num_ranks, words, log)
         if message is None and not _was_held(request.out, plan):
             message = NOTHING_LEFT
-        self._say(f"race on {ranks} ranks: {'done' if message is None else f'failed: {message}'}")
+        self._print_line(f"race on {ranks} ranks: {'done' if message is None else f'failed: {message}'}")
         return message
 
     def _train(self, run_dir: Path, options: TrainOptions, ranks: int, pause_at: int = 0) -> str | None:

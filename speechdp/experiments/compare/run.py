@@ -36,7 +36,7 @@ class Comparer:
     Args:
         out: folder of the comparison.
         training: makes the runs.
-        say: takes a line of progress.
+        print_line: prints a line of progress.
         metric: metric, for the record.
         threads: threads of a rank, for the record.
     """
@@ -46,12 +46,12 @@ class Comparer:
         out: Path,
         plan: ComparePlan,
         training: ComparedTraining,
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
         *,
         metric: str = "",
         threads: int | None = None,
     ) -> None:
-        self._out, self._plan, self._training, self._say = out, plan, training, say
+        self._out, self._plan, self._training, self._print_line = out, plan, training, print_line
         runs, trials = (tuple(map(RunRecord.of, planned)) for planned in (plan.runs(), plan.trials()))
         self._record = CompareRecord(training.settings(), runs, metric=metric, threads=threads, trials=trials)
         #: Runs that earlier commands finished, whether or not this command has reached them.
@@ -73,12 +73,12 @@ class Comparer:
         self._training.begin()
         if self._record.trials:
             self._try_rates()
-        self._say_what_is_left_out()
+        self._print_left_out()
         # Runs at equal time need the times of the runs at equal frames, which therefore come first.
         for mode in sorted(self._plan.modes, key=MODES.index):
             if mode == TIME:
                 self._update(plan_time_runs(self._record, self._out))
-                self._say_what_needs_no_job()
+                self._print_runs_without_job()
             for place, run in _placed(self._record.runs):
                 # At equal frames also go through finished runs, to print that they are kept.
                 if run.mode == mode and (mode == FRAMES or run.state == PENDING):
@@ -102,13 +102,13 @@ class Comparer:
         """Continue with a record, and with those of its runs that are finished."""
         self._record = dataclasses.replace(record, runs=with_finished(record.runs, self._finished))
 
-    def _say_what_is_left_out(self) -> None:
+    def _print_left_out(self) -> None:
         others: dict[str, list[RunRecord]] = {}
         for run in self._record.left_out:
             if run.mode != RATES:
                 others.setdefault(self._why_left_out(run), []).append(run)
         for why, runs in others.items():
-            self._say(
+            self._print_line(
                 f"{counted(len(runs), 'finished run')} of {self._out} will not be in the report, first "
                 f"{runs[0].planned.title}: {why}"
             )
@@ -161,7 +161,7 @@ class Comparer:
         for (strategy, ranks), rate in chosen.items():
             if rate is not None:
                 where = f"{formatting.rank_count(ranks)}, " if ranks > 1 else ""
-                self._say(
+                self._print_line(
                     f"{where}{formatting.strategy_label(strategy, ranks)}: "
                     f"learning rate {formatting.learning_rate(rate)} from here on"
                 )
@@ -180,11 +180,11 @@ class Comparer:
                 failed[str(ranks)] = message
             self._update(dataclasses.replace(self._record, failed_races=failed))
 
-    def _say_what_needs_no_job(self) -> None:
+    def _print_runs_without_job(self) -> None:
         for place, run in _placed(self._record.runs):
             if run.mode == TIME and run.state != PENDING:
                 what = run.message or "is the one at equal frames: as many epochs"
-                self._say(f"{place}: {what}")
+                self._print_line(f"{place}: {what}")
 
     def _carry_out(self, run: RunRecord, place: str) -> None:
         """Train and decode a run or trial, unless that is done, and record the outcome.
@@ -195,7 +195,7 @@ class Comparer:
         folder = run.planned.folder
         if self._record.trials and run.learning_rate is None:
             why = "none of the learning rates that were tried for it has led to a score"
-            self._say(f"{place}: failed: {why}")
+            self._print_line(f"{place}: failed: {why}")
             self._change(run, state=FAILED, message=why)
             return
         self._change(run, folder=folder)
@@ -204,7 +204,7 @@ class Comparer:
             run,
             self._out / folder,
             place,
-            self._say,
+            self._print_line,
             metric=self._record.metric,
             expectation=self._time_left(),
         )
@@ -270,7 +270,7 @@ def carry_out(
     run: RunRecord,
     run_dir: Path,
     place: str,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
     *,
     metric: str = "",
     expectation: str = "",
@@ -279,7 +279,7 @@ def carry_out(
 
     Args:
         place: start of its lines of progress: its number among all runs.
-        say: takes a line of progress.
+        print_line: prints a line of progress.
         metric: metric that ranks a script's runs, as in `--metric`.
         expectation: text to print when it starts.
 
@@ -292,11 +292,11 @@ def carry_out(
     shown_dir, run_dir = run_dir, run_dir.absolute()
     message, wall_s = None, None
     if not training.is_done(run, run_dir):
-        say(f"{place}: started{expectation}; {log_of(shown_dir)} shows how far it is")
+        print_line(f"{place}: started{expectation}; {log_of(shown_dir)} shows how far it is")
         start_s = time.monotonic()
         message = training.run(run, run_dir)
         wall_s = time.monotonic() - start_s
-    say(f"{place}: {run_news(run_dir, message, wall_s, metric)}")
+    print_line(f"{place}: {run_summary(run_dir, message, wall_s, metric)}")
     return message, wall_s
 
 
@@ -349,7 +349,7 @@ def _training_time_s(run_dir: Path) -> float:
     return (evaluations[-1].time_s or 0.0) if evaluations else 0.0
 
 
-def run_news(run_dir: Path, message: str | None, wall_s: float | None, metric: str = "") -> str:
+def run_summary(run_dir: Path, message: str | None, wall_s: float | None, metric: str = "") -> str:
     """Return a line with the figures of a run, or why it failed."""
     if message is not None:
         return f"failed: {message}"

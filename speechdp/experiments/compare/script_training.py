@@ -207,13 +207,13 @@ class ScriptTraining(ComparedTraining):
 
     Args:
         race: length of the races.
-        say: takes a line of progress.
+        print_line: prints a line of progress.
     """
 
     def __init__(
-        self, script: UserScript, starter: JobStarter, race: RaceOptions, say: Callable[[str], None]
+        self, script: UserScript, starter: JobStarter, race: RaceOptions, print_line: Callable[[str], None]
     ) -> None:
-        self._script, self._starter, self._race, self._say = script, starter, race, say
+        self._script, self._starter, self._race, self._print_line = script, starter, race, print_line
 
     @property
     def threads(self) -> int | None:
@@ -285,11 +285,11 @@ class ScriptTraining(ComparedTraining):
                 self._script, self._starter, _turn_of(setting, raced), folder, last_step
             ),
         )
-        race = ScriptRace(raced.out, plan, turns, raced.command, self._say)
+        race = ScriptRace(raced.out, plan, turns, raced.command, self._print_line)
         if not plan.is_race:
             if plan.rounds and plan.left_out:
                 name, reason = next(iter(plan.left_out.items()))
-                self._say(
+                self._print_line(
                     f"{race.place}: skipped, because fewer than two settings can take part: {name}: {reason}"
                 )
                 race.record_none()
@@ -300,12 +300,14 @@ class ScriptTraining(ComparedTraining):
             return None
         known = {one: paces[one] for one in plan.settings}
         begun_s = time.monotonic()
-        self._say(f"{race.place}: {self._cost(known, turns, plan.rounds - before)}; --race 0 leaves it out")
+        self._print_line(
+            f"{race.place}: {self._cost(known, turns, plan.rounds - before)}; --race 0 leaves it out"
+        )
         found = race.hold()
         if isinstance(found, str):
-            self._say(f"{race.place}: failed: {found}")
+            self._print_line(f"{race.place}: failed: {found}")
             return found
-        self._say(f"{race.place}: done in {formatting.seconds(time.monotonic() - begun_s)}")
+        self._print_line(f"{race.place}: done in {formatting.seconds(time.monotonic() - begun_s)}")
         return None
 
     def _why_left_out(self, strategy: StrategyChoice, steps: int, pace: _Shown | None) -> str:
@@ -365,11 +367,11 @@ class ComparedScript(ScriptTraining):
         script: UserScript,
         starter: JobStarter,
         race: RaceOptions,
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
         out: Path,
         plan: ComparePlan,
     ) -> None:
-        super().__init__(script, starter, race, say)
+        super().__init__(script, starter, race, print_line)
         self._out, self._plan = out, plan
 
     def race(self, ranks: int, runs: Sequence[RunRecord]) -> str | None:

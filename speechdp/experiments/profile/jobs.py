@@ -59,11 +59,13 @@ class Profiler:
     """Makes a profile.  Finished jobs in the folder are kept.
 
     Args:
-        say: takes a line of progress.
+        print_line: prints a line of progress.
     """
 
-    def __init__(self, request: ProfileRequest, starter: JobStarter, say: Callable[[str], None]) -> None:
-        self._request, self._starter, self._say = request, starter, say
+    def __init__(
+        self, request: ProfileRequest, starter: JobStarter, print_line: Callable[[str], None]
+    ) -> None:
+        self._request, self._starter, self._print_line = request, starter, print_line
         self._planned = {job.entry.name: job for job in request.jobs}
         entries = [dataclasses.replace(job.entry, state=PENDING) for job in request.jobs]
         self._record = ProfileRecord(request.settings, tuple(entries))
@@ -76,7 +78,7 @@ class Profiler:
             ConfigError: the folder holds another profile.
             RunError: the disk is full.
         """
-        self._update(merged(self._request.out, self._record, self._say))
+        self._update(merged(self._request.out, self._record, self._print_line))
         for index, job in enumerate(self._record.jobs):
             if job.state == PENDING:
                 self._carry_out(index)
@@ -92,19 +94,19 @@ class Profiler:
         same = [job for job in self._record.jobs[:index] if job.folder == entry.folder]
         if same:
             self._update(self._record.with_job(index, state=same[0].state, message=same[0].message))
-            self._say(f"{place}: is {same[0].name}")
+            self._print_line(f"{place}: is {same[0].name}")
             return
-        self._say(f"{place}: {rank_count(entry.ranks)}, {entry.steps} steps")
+        self._print_line(f"{place}: {rank_count(entry.ranks)}, {entry.steps} steps")
         start_s = time.monotonic()
         job = self._run(self._planned[entry.name])
         message = job if isinstance(job, str) else None
         changes: dict[str, Any] = {"wall_s": time.monotonic() - start_s, "message": message or ""}
         self._update(self._record.with_job(index, state=FAILED if message else COMPLETE, **changes))
         if isinstance(job, str):
-            self._say(f"{place}: failed: {message}")
+            self._print_line(f"{place}: failed: {message}")
             return
         self._note_device(job)
-        self._say(f"{place}: {news(job, self._request.settings.warmup_steps)}")
+        self._print_line(f"{place}: {job_summary(job, self._request.settings.warmup_steps)}")
 
     def _run(self, job: PlannedJob) -> ProfileJob | str:
         """Run a job; return its records, or the cause of failure."""
@@ -126,13 +128,13 @@ class Profiler:
             self._update(dataclasses.replace(self._record, settings=settings))
 
 
-def merged(out: Path, record: ProfileRecord, say: Callable[[str], None]) -> ProfileRecord:
+def merged(out: Path, record: ProfileRecord, print_line: Callable[[str], None]) -> ProfileRecord:
     """Return `record` with the finished jobs that are in OUT.
 
     A job is finished if its files can be read; one with missing files is measured again.
 
     Args:
-        say: prints which jobs are measured again.
+        print_line: prints which jobs are measured again.
 
     Raises:
         ConfigError: OUT holds a profile with other settings.
@@ -146,7 +148,7 @@ def merged(out: Path, record: ProfileRecord, say: Callable[[str], None]) -> Prof
         if job.state != COMPLETE:
             continue
         if isinstance(found := _recorded(job, out), str):
-            say(f"{job.name}: was finished, but {found}")
+            print_line(f"{job.name}: was finished, but {found}")
         else:
             done[job.name] = job
     jobs = {job.name: done[job.name] if _is_same(done.get(job.name), job) else job for job in record.jobs}
@@ -184,7 +186,7 @@ def _named(key: str) -> str:
     return {"steps": "--steps", "warmup_steps": "--warmup", "threads": "--threads"}.get(key, key)
 
 
-def news(job: ProfileJob, warmup: int) -> str:
+def job_summary(job: ProfileJob, warmup: int) -> str:
     """Return one line with the time of a step, or of the module that ran alone, as in the tables."""
     costs = job_costs(job, warmup)
     if job.kind in MODULES and job.kind in costs:

@@ -152,7 +152,7 @@ class Racer:
         Raises:
             RunError: the loss is not finite.
         """
-        self._go_on()
+        self._resume_clock()
         with self._random:
             self.trainer.parts.strategy.resume()
             is_long = self.steps * self._step_s > _LONG_TURN_S
@@ -161,16 +161,16 @@ class Racer:
             frames = self._turns.run(self.steps, stop)
         if self._session.device.type == "cuda":
             torch.cuda.synchronize(self._session.device)
-        self._stand_still()
+        self._pause_clock()
         return frames
 
-    def _stand_still(self) -> None:
+    def _pause_clock(self) -> None:
         """Stop the training's clock, which determines periods in seconds."""
         if self._counts_seconds:
             self._pause = self.trainer.parts.timeline.event(Span.EVAL)
             self._pause.__enter__()
 
-    def _go_on(self) -> None:
+    def _resume_clock(self) -> None:
         if self._pause is not None:
             self._pause.__exit__(None, None, None)
             self._pause = None
@@ -185,7 +185,7 @@ class Racer:
 
     def close(self) -> None:
         """End the training after the race.  Collective."""
-        self._go_on()
+        self._resume_clock()
         self._turns.close()
         self.trainer.parts.strategy.close()
 

@@ -260,14 +260,14 @@ def find_race(out: Path, ranks: int) -> RaceRecord | None:
     return read_race(path) if path.exists() else None
 
 
-def find_whole_race(path: Path, say: Callable[[str], None]) -> RaceRecord | None:
+def find_whole_race(path: Path, print_line: Callable[[str], None]) -> RaceRecord | None:
     """Return the race recorded in a file; None: there is none, or it is damaged.
 
     Args:
-        say: prints that the record is damaged and the race is therefore held again.
+        print_line: prints that the record is damaged and the race is therefore held again.
     """
     try:
         return read_race(path) if path.exists() else None
     except RunError:
-        say(f"{path} cannot be read, so it is held again")
+        print_line(f"{path} cannot be read, so it is held again")
         return None

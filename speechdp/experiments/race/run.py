@@ -222,15 +222,15 @@ class _Race:
     def _take_turns(self, plan: RacePlan) -> dict[str, float]:
         """Hold the rounds that count; return the load of this rank's host.  Collective."""
         load, began_s = LoadMeter(), time.monotonic()
-        told_s = began_s
+        printed_s = began_s
         for number, names in enumerate(self._order[1:], start=1):
             self._go_by_graphs_alike()
             for name in names:
                 if name not in self._left_out:
                     self._turn(number, name)
             now_s = time.monotonic()
-            if now_s - told_s > _NEWS_S and number < plan.rounds:
-                told_s = now_s
+            if now_s - printed_s > _NEWS_S and number < plan.rounds:
+                printed_s = now_s
                 left_s = (now_s - began_s) / number * (plan.rounds - number)
                 self._session.reporter.notice(
                     f"race: round {number} of {plan.rounds}, about {formatting.seconds(left_s)} left"
@@ -278,5 +278,5 @@ def _words_of(error: Exception) -> str:
     """Return an error's message as one line that a page can show."""
     if isinstance(error, SpeechDPError):
         return str(error)
-    said = next(iter(str(error).splitlines()), "")
-    return f"{type(error).__name__}: {said[:_LONGEST_WORDS]}"
+    first_line = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {first_line[:_LONGEST_WORDS]}"

@@ -57,7 +57,7 @@ class ScriptRace:
         out: folder of the experiment.
         plan: plan with `own_starts`.
         command: the user's command, for messages.
-        say: takes a line of progress.
+        print_line: prints a line of progress.
 
     Attributes:
         plan: as given.
@@ -65,10 +65,10 @@ class ScriptRace:
     """
 
     def __init__(
-        self, out: Path, plan: RacePlan, turns: ScriptTurns, command: str, say: Callable[[str], None]
+        self, out: Path, plan: RacePlan, turns: ScriptTurns, command: str, print_line: Callable[[str], None]
     ) -> None:
         self.plan = plan
-        self._out, self._of, self._command, self._say = out, turns, command, say
+        self._out, self._of, self._command, self._print_line = out, turns, command, print_line
         self.place = f"race on {counted(plan.ranks, 'rank')}"
         self._left_out = dict(plan.left_out)
         self._turns: list[Turn] = []
@@ -88,12 +88,12 @@ class ScriptRace:
         Raises:
             JobStopped, RunError: raised by the training; complete rounds are kept.
         """
-        over, begun = self._read(self._say)
+        over, begun = self._read(self._print_line)
         held = _longest((over, begun))
         if held is not None and held.plan.rounds >= self.plan.rounds:
             if held is not over:  # it was begun with more rounds, and has as many as are requested now
                 rounds = counted(held.plan.rounds, "round")
-                self._say(f"{self.place}: {rounds} were done before and are enough; none is added")
+                self._print_line(f"{self.place}: {rounds} were done before and are enough; none is added")
                 self._finish(held)
             return held
         if held is not None:
@@ -101,7 +101,7 @@ class ScriptRace:
         for number, order in enumerate(self._order, start=1):
             if held is not None and number <= held.plan.rounds:
                 continue
-            self._say(f"{self.place}: round {number} of {self.plan.rounds}")
+            self._print_line(f"{self.place}: round {number} of {self.plan.rounds}")
             message = self._hold_round(number, order)
             if message is not None:
                 return message
@@ -119,13 +119,13 @@ class ScriptRace:
         """Record that fewer than two settings can take part, and why.  Raises RunError (disk)."""
         write_race(race_path(self._out, self.plan.ranks), self._record(self.plan.rounds))
 
-    def _read(self, say: Callable[[str], None]) -> tuple[RaceRecord | None, RaceRecord | None]:
+    def _read(self, print_line: Callable[[str], None]) -> tuple[RaceRecord | None, RaceRecord | None]:
         """Return the finished and the unfinished race of these settings; None: there is none."""
         over, begun = (of(self._out, self.plan.ranks) for of in (race_path, begun_path))
-        return self._read_from(over, say), self._read_from(begun, say)
+        return self._read_from(over, print_line), self._read_from(begun, print_line)
 
-    def _read_from(self, path: Path, say: Callable[[str], None]) -> RaceRecord | None:
-        race = find_whole_race(path, lambda words: say(f"{self.place}: {words}"))
+    def _read_from(self, path: Path, print_line: Callable[[str], None]) -> RaceRecord | None:
+        race = find_whole_race(path, lambda words: print_line(f"{self.place}: {words}"))
         if race is None or not is_of(race, dataclasses.replace(self.plan, rounds=race.plan.rounds)):
             return None
         return race
@@ -154,7 +154,7 @@ class ScriptRace:
                 self._turns.append(turn)
                 continue
             self._left_out[setting.name] = f"it failed: {turn}"
-            self._say(f"{self.place}: {setting.name} failed and is left out: {turn}")
+            self._print_line(f"{self.place}: {setting.name} failed and is left out: {turn}")
             if not self.plan.without(self._left_out).is_race:
                 return f"{setting.name}: {turn}; fewer than two settings are left"
         return None
@@ -164,7 +164,7 @@ class ScriptRace:
         name = f"{'one-rank-' if setting.alone else ''}{setting.strategy.file_name}"
         folder = (self._out / FOLDER / f"ranks-{self.plan.ranks}" / name).absolute()
         if folder.exists():  # steps left by an earlier start would not be timed
-            with owner_of(folder, self._command, self._say) as owner:
+            with owner_of(folder, self._command, self._print_line) as owner:
                 empty(owner, RUN)
         try:
             message = self._of.train(setting, folder, self._of.last_step(setting.name))

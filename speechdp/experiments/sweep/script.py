@@ -53,7 +53,7 @@ class ScriptSweep:
 
 
 def run_script_sweep(
-    sweep: ScriptSweep, training: ScriptTraining, say: Callable[[str], None]
+    sweep: ScriptSweep, training: ScriptTraining, print_line: Callable[[str], None]
 ) -> tuple[int, bool]:
     """Make every run that is not finished, then race the settings.
 
@@ -61,7 +61,7 @@ def run_script_sweep(
         The number of runs that failed, and whether the race failed.
 
     Args:
-        say: takes a line of progress.
+        print_line: prints a line of progress.
 
     Raises:
         ConfigError: the folder holds a sweep with other runs or settings, or the runs do not log the metric.
@@ -76,7 +76,7 @@ def run_script_sweep(
     write_sweep(sweep.out, record)
     for position, (name, run) in enumerate(runs.items(), start=1):
         place = f"[{position}/{len(runs)}] {name}"
-        message, _ = carry_out(training, run, sweep.out / name, place, say, metric=sweep.metric)
+        message, _ = carry_out(training, run, sweep.out / name, place, print_line, metric=sweep.metric)
         if message is not None:
             failed[name] = message
         # Before hours of further runs, refuse a metric that none of the runs so far has logged.

@@ -35,7 +35,7 @@ from speechdp.tasks.registry import networks_of
 from speechdp.train.build import check_shards
 from speechdp.train.ownership import owned
 from speechdp.train.progress import Reporter
-from speechdp.train.realign import check_overwriting, make_alignments, train_or_go_on
+from speechdp.train.realign import check_overwriting, make_alignments, train_or_resume
 from speechdp.train.session import Session
 
 
@@ -167,7 +167,7 @@ def _train_and_decode(session: Session, options: TrainOptions, split: str, run_d
     message = failure_of(
         session.comm,
         run_dir,
-        lambda: train_or_go_on(session, options, run_dir),
+        lambda: train_or_resume(session, options, run_dir),
         synchronous=options.strategy.parsed.traits.synchronous,
     )
     if message is None and split:
@@ -225,7 +225,7 @@ def _train_one_rank(
             )
             try:
                 message = failure_of(
-                    alone.comm, run_dir, lambda: train_or_go_on(alone, own, run_dir), synchronous=True
+                    alone.comm, run_dir, lambda: train_or_resume(alone, own, run_dir), synchronous=True
                 )
             except Stopped:
                 stopped = True

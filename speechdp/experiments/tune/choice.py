@@ -6,7 +6,7 @@ import itertools
 from dataclasses import replace
 
 from speechdp.errors import RunError
-from speechdp.experiments.tune.curves import Curve, Finish, finishes, untold
+from speechdp.experiments.tune.curves import Curve, Finish, finishes, indistinguishable
 from speechdp.experiments.tune.plan import SEED_STOPS
 from speechdp.experiments.tune.record import TARGET, SettingRecord
 from speechdp.experiments.tune.runs import Leg, TunedRuns
@@ -41,7 +41,9 @@ def choose_soonest(search: SearchState, runs: TunedRuns) -> None:
     seen = [pair for name in curves for pair in zip(curves[name], ahead[name], strict=True)]
     lasts = [curve.points[-1][0] for curve, further in seen if further is not curve]
     search.record = replace(search.record, target=target, seen_s=min(end_s, *lasts) if lasts else None)
-    search.choose(names[0], untold(names, ends, {name: _slack(search.record.of(name)) for name in names}))
+    search.choose(
+        names[0], indistinguishable(names, ends, {name: _slack(search.record.of(name)) for name in names})
+    )
 
 
 def choose_again(search: SearchState, runs: TunedRuns, before: float | None) -> None:
@@ -55,9 +57,9 @@ def choose_again(search: SearchState, runs: TunedRuns, before: float | None) -> 
     """
     out = search.request.out
     if before == search.request.target.value:
-        search.say(f"{out}: this search is over; for another one give another folder")
+        search.print_line(f"{out}: this search is over; for another one give another folder")
         return
-    search.say(f"{out}: this search is over; its runs are judged by the target given now")
+    search.print_line(f"{out}: this search is over; its runs are judged by the target given now")
     search.settings = {one.name: one.setting for one in search.record.tried}
     # Until the new choice is made, the record keeps the old target, so that the same command chooses again.
     search.record = replace(search.record, settings={**search.record.settings, TARGET: before})
@@ -84,7 +86,7 @@ def _trained_with_all_seeds(search: SearchState, runs: TunedRuns) -> dict[str, l
         parts = list(itertools.pairwise((0.0, *ends_s)))
         found = runs.train([Leg(name, seed, *part) for name in curves for part in parts])
         if found is None:
-            search.say(f"halving: the budget is used up: without seed {seed}")
+            search.print_line(f"halving: the budget is used up: without seed {seed}")
             break
         curves = {name: [*curves[name], curve] for name, curve in found.items()}
     return curves

@@ -9,7 +9,7 @@ from statistics import fmean
 
 import numpy as np
 
-from speechdp.chance import least_told
+from speechdp.chance import least_detectable
 
 #: Share of its time by which a run must have been evaluated for its gains to be known: about a quarter.
 _EARLY = 0.3
@@ -152,7 +152,7 @@ def finishes(curves: Mapping[str, Sequence[Curve]], target: float | None) -> tup
     return target, dict(sorted(found.items(), key=lambda item: item[1].rank))
 
 
-def untold(
+def indistinguishable(
     names: Sequence[str], ends: Mapping[str, Finish], slack: Mapping[str, tuple[float, float]]
 ) -> tuple[str, ...]:
     """Return the settings whose difference from the first of `names` may be due to seeds or speed estimates.
@@ -167,11 +167,11 @@ def untold(
     """
     first = names[0]
     return tuple(
-        name for name in names[1:] if not _is_told(ends[first], ends[name], slack[first], slack[name])
+        name for name in names[1:] if not _is_distinct(ends[first], ends[name], slack[first], slack[name])
     )
 
 
-def _is_told(
+def _is_distinct(
     first: Finish, other: Finish, of_first: tuple[float, float], of_other: tuple[float, float]
 ) -> bool:
     """Return whether a setting differs from another that is behind it by more than chance."""
@@ -180,5 +180,5 @@ def _is_told(
     open_by = math.log(of_first[1] / of_other[0])
     if any(len(found) < len(end.times_s) for found, end in zip(values, ends, strict=True)):
         values, open_by = [[-score for score in end.scores] for end in ends], 0.0
-    least = least_told(values)
+    least = least_detectable(values)
     return least is not None and fmean(values[1]) - fmean(values[0]) > least + open_by

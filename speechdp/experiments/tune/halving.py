@@ -46,7 +46,7 @@ class Halving:
         while end_s is not None:
             rung = self._hold_rung(end_s, done)
             if rung is None:
-                search.say(_USED_UP)
+                search.print_line(_USED_UP)
                 self._leave_behind(done[-1], LAST)
                 break
             done.append(rung)
@@ -67,14 +67,14 @@ class Halving:
         rung = RungRecord(end_s, search.record.left)
         self._keep_rungs(*done, rung)
         number = counted(len(rung.settings), "setting")
-        search.say(f"halving: training {number} until {formatting.seconds(end_s)} of training time")
+        search.print_line(f"halving: training {number} until {formatting.seconds(end_s)} of training time")
         begin_s = done[-1].seconds if done else 0.0
         runs.forget_besides()
         curves = runs.train(runs.legs(rung.settings, begin_s, end_s), may_end=bool(done))
         seen_s = runs.first_seen_s(curves or {}, end_s)
         if curves and seen_s > end_s:
             until = formatting.seconds(seen_s)
-            search.say(f"halving: not all settings were evaluated by then, so all train until {until}")
+            search.print_line(f"halving: not all settings were evaluated by then, so all train until {until}")
             rung = replace(rung, seconds=seen_s)
             self._keep_rungs(*done, rung)
             curves = runs.train(runs.legs(curves, end_s, seen_s), may_end=bool(done))
@@ -134,10 +134,10 @@ class Halving:
             [rung.seconds for rung in done],
         )
         if ahead is None:
-            search.say(_USED_UP)
+            search.print_line(_USED_UP)
             return LAST, None
         if ahead[0] < math.ceil(left / 2):
-            search.say(
+            search.print_line(
                 f"halving: the budget does not suffice for all rungs, so only the best {ahead[0]} continue"
             )
         return ahead

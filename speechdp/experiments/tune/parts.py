@@ -27,7 +27,7 @@ from speechdp.process.ending import Paused, Stopped
 from speechdp.report.runs.records import finite
 from speechdp.train.ownership import owned
 from speechdp.train.progress import Reporter
-from speechdp.train.realign import train_or_go_on
+from speechdp.train.realign import train_or_resume
 from speechdp.train.session import Session
 
 #: File with the times of a job's parts; it is beside their runs.
@@ -112,10 +112,10 @@ def train_parts(
     for part in job.parts:
         part_s = time.monotonic()
         is_late = 0 < job.longest_s < part_s - begin_s
-        told = session.comm.allgather_object([is_late, session.is_asked_to_stop()])
-        if any(is_asked for _, is_asked in told):
+        answers = session.comm.allgather_object([is_late, session.is_asked_to_stop()])
+        if any(is_asked for _, is_asked in answers):
             raise Stopped
-        if told[0][0]:
+        if answers[0][0]:
             return
         _train(dataclasses.replace(session, reporter=reporter_for(part.folder)), shared, part, root)
         # Model, optimizer and their tensors are in reference cycles, and the next run needs their memory.
@@ -136,7 +136,7 @@ def _train(session: Session, shared: TrainOptions, part: Part, root: Path) -> No
         session.comm.barrier()
         with suppress(Paused):
             own = dataclasses.replace(session, facts=facts, pause_at=part.pause_at)
-            train_or_go_on(own, options, run_dir)
+            train_or_resume(own, options, run_dir)
 
 
 def forget_took(root: Path) -> None:

@@ -47,7 +47,7 @@ def measure(search: SearchState) -> dict[str, Measurement]:
                 f"{search.request.out}: back-end {name}, with which this search has begun, fails: "
                 f"{result}; the same command tries again"
             )
-        search.say(f"measure: back-end {name} is left out: {result}")
+        search.print_line(f"measure: back-end {name} is left out: {result}")
         _keep_backend(search, name, why=result)
     if not found:
         reasons = "; ".join(f"with {one.name}: {one.why}" for one in search.record.backends)
@@ -64,10 +64,10 @@ def _measure_backend(search: SearchState, name: str, *, knows_start: bool) -> Me
     Args:
         knows_start: an earlier command has measured the time of a job besides its steps.
     """
-    search.say(f"measure: computing, data and exchanges with back-end {name}")
+    search.print_line(f"measure: computing, data and exchanges with back-end {name}")
     result = search.jobs.measure(name, knows_start=knows_start)
     if isinstance(result, str) and any(word in result for word in _LOST):  # not the back-end's fault
-        search.say(f"measure: back-end {name} is tried once more: {result}")
+        search.print_line(f"measure: back-end {name} is tried once more: {result}")
         result = search.jobs.measure(name, knows_start=knows_start)
     if isinstance(result, str):
         return result
@@ -116,7 +116,7 @@ def predict(search: SearchState, measured: Mapping[str, Measurement]) -> str:
     if not search.backend_before:  # else a rung of an earlier command may have measured it better
         search.keep_besides(search.record.measured_besides(backend))
     _keep_tried(search, records)
-    search.say_ruled_out(PREDICT, len(reasons) + len(why_refused))
+    search.print_ruled_out(PREDICT, len(reasons) + len(why_refused))
     return backend
 
 
@@ -137,7 +137,7 @@ def _choose_backend(search: SearchState, speeds: Mapping[str, Mapping[Setting, I
         elif name != chosen:
             why = f"cannot be told from {chosen} by what was measured"
         _keep_backend(search, name, speed=None if speed is None else speed.mean, why=why)
-    search.say(f"predict: back-end {chosen}")
+    search.print_line(f"predict: back-end {chosen}")
     return chosen
 
 

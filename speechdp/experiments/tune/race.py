@@ -79,7 +79,7 @@ class TunedRace:
         if race.speeds:
             self._take(race)
         elif len(search.racing) == 1 and search.request.learning_rates:  # a rate is still to be chosen
-            search.say(
+            search.print_line(
                 f"race: skipped, because only {search.racing[0]} could take part: {self._who_could_not(race)}"
             )
             self._take_prediction(search.racing[0])
@@ -154,20 +154,20 @@ class TunedRace:
         that case is not refused.
         """
         search, besides = self._search, self._search.record.besides
-        told, budget_s = formatting.seconds, search.request.budget_s
+        duration, budget_s = formatting.seconds, search.request.budget_s
         pace = self._pace(is_quick=True)
         race_s = self._shortest_race_s(pace)
         rungs, whole_s = self._expected_rungs(pace)
         racing, training = (counted(count, "setting") for count in (len(search.racing), rungs.counts[0]))
         if search.jobs.chooses_race and race_s > _MOST_OF_RACE * budget_s:
-            return f"the shortest race of {racing} takes about {told(race_s)}, more than half of it"
+            return f"the shortest race of {racing} takes about {duration(race_s)}, more than half of it"
         planned = plan_rungs(rungs.counts, rungs.seeds, search.left_after_s(race_s), besides, whole_s)
         if rungs.counts[0] == 1 or planned.seconds[0] >= rungs.seconds[0]:
             return ""
         return (
-            f"{told(search.spent_s)} of {told(budget_s)} are used, the shortest race of {racing} is "
-            f"expected to take {told(race_s)}, and training {training} rung by rung, for "
-            f"{LEAST_STEPS} steps in the first, {told(rungs.cost_s(besides))}"
+            f"{duration(search.spent_s)} of {duration(budget_s)} are used, the shortest race of {racing} is "
+            f"expected to take {duration(race_s)}, and training {training} rung by rung, for "
+            f"{LEAST_STEPS} steps in the first, {duration(rungs.cost_s(besides))}"
         )
 
     def _or_less(self) -> str:

@@ -26,11 +26,11 @@ class Tuner:
 
     Args:
         jobs: starts the jobs of the search.
-        say: takes a line of progress.
+        print_line: prints a line of progress.
     """
 
-    def __init__(self, request: TuneRequest, jobs: TunedJobs, say: Callable[[str], None]) -> None:
-        self._search = SearchState(request, jobs, say)
+    def __init__(self, request: TuneRequest, jobs: TunedJobs, print_line: Callable[[str], None]) -> None:
+        self._search = SearchState(request, jobs, print_line)
         self._runs = TunedRuns(self._search)
 
     def run(self) -> TuneRecord:
@@ -50,7 +50,7 @@ class Tuner:
                 choose_again(search, self._runs, begun.settings.get(TARGET))
                 return search.record
         elif any((request.out / folder).is_dir() for folder in (RUNS, RACES)):
-            search.say(
+            search.print_line(
                 f"{request.out}: {FILE_NAME} is missing, so the budget starts from zero; the runs and the "
                 "race there count as this search's, so give the options that they were started with "
                 "(--overwrite starts without them)"

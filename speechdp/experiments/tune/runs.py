@@ -117,7 +117,7 @@ class TunedRuns:
         tries: dict[Leg, float | str] = {}  # times of the legs that a job reached, or the cause of failure
         curves: dict[str, Curve] = {}
         failed: dict[str, str] = {}
-        told: set[Leg] = set()
+        printed: set[Leg] = set()
         is_over = False
         for number, leg in enumerate(legs):
             if leg.name in failed:
@@ -129,18 +129,18 @@ class TunedRuns:
                 is_over = may_end and self._cost_s(ahead) > self._time_s
                 if is_over:
                     break
-                tries |= self._try(ahead, partial(self._show, legs, told, ahead), may_end=may_end)
+                tries |= self._try(ahead, partial(self._show, legs, printed, ahead), may_end=may_end)
             curve = self._curve(leg, tries.get(leg))
             if isinstance(curve, str):
                 of_seed = "it" if leg.seed == self._first_seed else f"seed {leg.seed}"
                 failed[leg.name] = f"{of_seed} failed: {curve}"
                 curves.pop(leg.name, None)
-                self._search.say(f"halving: {self._place(leg, legs)} failed: {curve}")
+                self._search.print_line(f"halving: {self._place(leg, legs)} failed: {curve}")
                 continue
             curves[leg.name] = curve
             self._search.keep()
-            if leg in due and leg not in told:
-                self._say_score(leg, legs, curve)
+            if leg in due and leg not in printed:
+                self._print_score(leg, legs, curve)
         if failed:
             self._search.rule_out(HALVING, failed)
         return None if is_over else curves
@@ -172,25 +172,25 @@ class TunedRuns:
             self._starts_s.append(trained.start_s)
         return tries
 
-    def _show(self, legs: Sequence[Leg], told: set[Leg], ahead: Sequence[Leg], done: int) -> None:
+    def _show(self, legs: Sequence[Leg], printed: set[Leg], ahead: Sequence[Leg], done: int) -> None:
         """Print the scores of the legs that a running job has trained so far.
 
         Args:
             legs: legs of the rung.
-            told: legs whose scores were printed.
+            printed: legs whose scores were printed.
             ahead: legs that the job trains, in order.
             done: number of legs that it has trained.
         """
         for leg in ahead[:done]:
-            curve = self._scored(leg) if leg not in told else ""
+            curve = self._scored(leg) if leg not in printed else ""
             if isinstance(curve, Curve):  # else it is printed when the job has ended
-                told.add(leg)
+                printed.add(leg)
                 self._search.keep()
-                self._say_score(leg, legs, curve)
+                self._print_score(leg, legs, curve)
 
-    def _say_score(self, leg: Leg, legs: Sequence[Leg], curve: Curve) -> None:
+    def _print_score(self, leg: Leg, legs: Sequence[Leg], curve: Curve) -> None:
         score = self._terms.with_unit(curve.at(leg.end_s))
-        self._search.say(f"halving: {self._place(leg, legs)}: {score}")
+        self._search.print_line(f"halving: {self._place(leg, legs)}: {score}")
 
     def _place(self, leg: Leg, legs: Sequence[Leg]) -> str:
         seed = "" if leg.seed == self._first_seed else f", seed {leg.seed}"
@@ -211,7 +211,7 @@ class TunedRuns:
             if has_trained:  # no job would continue it
                 return tried if isinstance(tried, str) else curve
             # A rank may have been lost, which is not the setting's fault.
-            search.say(f"halving: {leg.name} failed and is tried once more: {curve}")
+            search.print_line(f"halving: {leg.name} failed and is tried once more: {curve}")
             setting, step = search.settings[leg.name], self._step(leg)
             found = search.jobs.train_to(setting, search.record.backend, leg.seed, step)
             return self._curve_of(leg, found)

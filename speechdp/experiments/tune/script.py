@@ -44,7 +44,7 @@ class TunedScript(TunedJobs):
     Args:
         request: request of the search.
         metric: metric that ranks its runs; "": the value that they log last.
-        say: takes a line of progress.
+        print_line: prints a line of progress.
     """
 
     def __init__(
@@ -53,12 +53,12 @@ class TunedScript(TunedJobs):
         script: UserScript,
         starter: JobStarter,
         metric: str,
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
     ) -> None:
         super().__init__(request.out, metric)
         self._script, self._starter = script, starter
         self._ranks, self._seeds = request.ranks, request.seeds
-        self._length, self._trained, self._say = request.race, request.trained, say
+        self._length, self._trained, self._print_line = request.race, request.trained, print_line
         self._own_rate = min(request.learning_rates, default=None)
 
     #: The race of a script is never refused; it only has fewer rounds, at least one, however long that takes.
@@ -114,7 +114,7 @@ class TunedScript(TunedJobs):
         plan = replace(self._length.plan(self._ranks, self._seeds[0], racing, training), own_starts=True)
         rounds = int(longest_s / max(self._round_s(plan, settings, pace), 1e-9))
         plan = replace(plan, rounds=max(1, min(plan.rounds, rounds)))
-        return ScriptRace(self._out, plan, turns, "tune", self._say)
+        return ScriptRace(self._out, plan, turns, "tune", self._print_line)
 
     def _round_s(self, plan: RacePlan, settings: Sequence[Setting], pace: ExpectedTimes) -> float:
         """Return the expected time of a round, s."""
@@ -140,7 +140,7 @@ class TunedScript(TunedJobs):
 
     def _train_one(self, run_dir: Path, strategy: StrategyChoice, backend: str, steps: int) -> str | None:
         if RunDirectory(run_dir).is_begun:
-            with owner_of(run_dir, "tune", self._say) as owner:
+            with owner_of(run_dir, "tune", self._print_line) as owner:
                 empty(owner, RUN)
         message = self._run(run_dir, Setting(strategy), backend, self._seeds[0], Pause(steps))
         if message is not None or not RunDirectory(run_dir).is_complete:
@@ -176,8 +176,8 @@ class TunedScript(TunedJobs):
         """See TunedJobs."""
         script = replace(self._script, backend=backend)
         record = self._record_of(setting, self._seeds[0])
-        told = script.environment(record.strategy, record.ranks, record.seed, Path(NEW_RUN))
-        shown = [f"{name}={shlex.quote(told[name])}" for name in (STRATEGY, FOLDER, BACKEND, SEED)]
+        variables = script.environment(record.strategy, record.ranks, record.seed, Path(NEW_RUN))
+        shown = [f"{name}={shlex.quote(variables[name])}" for name in (STRATEGY, FOLDER, BACKEND, SEED)]
         launch = ["speechdp", "launch", *self._starter.launch_options]
         launch += ["-np", str(script.processes(self._ranks)), "--", "python", *script.words(record)]
         return " ".join([*shown, shlex.join(launch)])

@@ -141,19 +141,19 @@ class SearchState:
 
     Args:
         request, jobs: as below.
-        say: takes a line of progress.
+        print_line: prints a line of progress.
 
     Attributes:
         request: the request.
         jobs: starts measurement and training jobs.
-        say: as given.
+        print_line: as given.
         record: results so far; `keep` writes them.
         settings: tried settings by name, including other batches and learning rates; empty until predicted.
         backend_before: the back-end that an earlier command chose; "": none.
     """
 
-    def __init__(self, request: TuneRequest, jobs: TunedJobs, say: Callable[[str], None]) -> None:
-        self.request, self.jobs, self.say = request, jobs, say
+    def __init__(self, request: TuneRequest, jobs: TunedJobs, print_line: Callable[[str], None]) -> None:
+        self.request, self.jobs, self.print_line = request, jobs, print_line
         self.record = TuneRecord(request.settings)
         self.settings: dict[str, Setting] = {}
         self.backend_before = ""
@@ -217,14 +217,14 @@ class SearchState:
         for name, why in reasons.items():
             self.note(name, out_in=stage, why=why)
         self.keep()
-        self.say_ruled_out(stage, len(reasons))
+        self.print_ruled_out(stage, len(reasons))
 
-    def say_ruled_out(self, stage: str, number: int) -> None:
+    def print_ruled_out(self, stage: str, number: int) -> None:
         """Print how many settings a stage has ruled out, unless none."""
         if number:
             # Until the race is over, the record also has an earlier command's settings with learning rates.
             left = counted(len(self.racing or self.record.left), "setting")
-            self.say(f"{stage}: {counted(number, 'setting')} ruled out, {left} left")
+            self.print_line(f"{stage}: {counted(number, 'setting')} ruled out, {left} left")
 
     @property
     def racing(self) -> tuple[str, ...]:
@@ -248,7 +248,7 @@ class SearchState:
         self.settings |= {one.name: one.setting for one in tried}
         self.keep(tried=tuple(tried))
         left = counted(sum(not one.out_in for one in raced.values()), "setting")
-        self.say(f"{RACE}: {left} left to be trained with each of {len(rates)} learning rates")
+        self.print_line(f"{RACE}: {left} left to be trained with each of {len(rates)} learning rates")
 
     def choose(self, name: str, untold: Sequence[str] = ()) -> None:
         """Keep a setting as the best so far.

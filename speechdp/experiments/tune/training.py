@@ -60,11 +60,13 @@ class TunedTraining(OwnTraining, TunedJobs):
 
     Args:
         request: request with the ranks of the search and one strategy, which is ignored.
-        say: takes a line of progress.
+        print_line: prints a line of progress.
     """
 
-    def __init__(self, request: CompareRequest, starter: JobStarter, say: Callable[[str], None]) -> None:
-        OwnTraining.__init__(self, request, starter, say)
+    def __init__(
+        self, request: CompareRequest, starter: JobStarter, print_line: Callable[[str], None]
+    ) -> None:
+        OwnTraining.__init__(self, request, starter, print_line)
         TunedJobs.__init__(self, request.out)
         self._ranks = request.plan.ranks[0]
 
@@ -83,7 +85,7 @@ class TunedTraining(OwnTraining, TunedJobs):
             if isinstance(race, RaceRecord):
                 raced = RacedSettings.of(race)
                 return dataclasses.replace(raced, left_out={**raced.left_out, **plan.left_out})
-            self._say(f"race: {race.name} failed and is left out: {race.why}")
+            self._print_line(f"race: {race.name} failed and is left out: {race.why}")
             given |= {one: f"it failed: {race.why}" for one in settings if one.name == race.name}
 
     def expected_race_s(
@@ -107,7 +109,7 @@ class TunedTraining(OwnTraining, TunedJobs):
             given: as in `race_of`.
         """
         out = self._out
-        before = self._race_before(options, given, lambda words: self._say(f"race: {words}"))
+        before = self._race_before(options, given, lambda words: self._print_line(f"race: {words}"))
         if before is not None:
             return before
         settings = [one for one, why in given.items() if not why]
@@ -115,12 +117,12 @@ class TunedTraining(OwnTraining, TunedJobs):
         length = fitting_race(self._request.race, steps_s, longest_s)
         expected_s = race_s(length, steps_s)
         if expected_s > longest_s:
-            told = formatting.seconds
-            self._say(
-                f"race: the shortest takes {told(expected_s)}, longer than its share of the budget, "
-                f"{told(longest_s)}; fewer --strategies, --periods or --batch-sizes shorten it"
+            duration = formatting.seconds
+            self._print_line(
+                f"race: the shortest takes {duration(expected_s)}, longer than its share of the budget, "
+                f"{duration(longest_s)}; fewer --strategies, --periods or --batch-sizes shorten it"
             )
-        self._say(f"race: {counted(len(settings), 'setting')} in turn")
+        self._print_line(f"race: {counted(len(settings), 'setting')} in turn")
         words = [f"--racing={racing_text(given)}", f"--race={length.rounds}"]
         words += [f"--race-steps={length.least_steps}"]
         noted = failure_path(out, self._ranks)
@@ -135,14 +137,17 @@ class TunedTraining(OwnTraining, TunedJobs):
         return message or NOTHING_LEFT
 
     def _race_before(
-        self, options: TrainOptions, given: Mapping[Setting, str], say: Callable[[str], None] | None = None
+        self,
+        options: TrainOptions,
+        given: Mapping[Setting, str],
+        print_line: Callable[[str], None] | None = None,
     ) -> RaceRecord | None:
         """Return the finished race of settings, perhaps held with another budget; None: there is none.
 
         Args:
-            say: prints that a record is damaged; None: print nothing.
+            print_line: prints that a record is damaged; None: print nothing.
         """
-        before = find_whole_race(race_path(self._out, self._ranks), say or _nobody)
+        before = find_whole_race(race_path(self._out, self._ranks), print_line or _nobody)
         if before is None:
             return None
         length = RaceOptions(before.plan.rounds, before.plan.least_steps)
@@ -273,7 +278,7 @@ class _Watch:
 
     def __init__(self, root: Path, on_trained: Callable[[int], None] | None) -> None:
         self._root, self._on_trained = root, on_trained
-        self._over, self._told = threading.Event(), 0
+        self._over, self._reported = threading.Event(), 0
         self._thread = threading.Thread(target=self._run, name="parts of a job", daemon=True)
 
     def __enter__(self) -> None:
@@ -295,9 +300,9 @@ class _Watch:
 
     def _look(self) -> None:
         done = len(read_took(self._root))
-        if done > self._told and self._on_trained is not None:
+        if done > self._reported and self._on_trained is not None:
             self._on_trained(done)
-            self._told = done
+            self._reported = done
 
 
 def race_of(

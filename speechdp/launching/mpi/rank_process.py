@@ -35,18 +35,18 @@ def run_rank(argv: Sequence[str]) -> int:
         environ = {**os.environ, _PARENT: str(os.getpid())}
         pid = os.posix_spawnp(argv[0], list(argv), environ, setsigmask=[])
     except OSError as error:
-        _say(f"{argv[0]} cannot be started: {error.strerror}")
+        _print_line(f"{argv[0]} cannot be started: {error.strerror}")
         return _NO_PROGRAM
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if code < 0:
-        _say(f"killed by signal {-code}")
+        _print_line(f"killed by signal {-code}")
         return 128 - code
     if code > 0:
-        _say(f"left with exit code {code}")
+        _print_line(f"left with exit code {code}")
     return code
 
 
-def _say(text: str) -> None:
+def _print_line(text: str) -> None:
     """Write a line that launcher_output.py recognises, in one piece."""
     host = socket.gethostname().split(".")[0]
     line = f"speechdp: rank {os.environ.get('PMI_RANK', '0')} on {host}: {text}\n"

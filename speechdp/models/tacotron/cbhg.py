@@ -58,11 +58,11 @@ class Cbhg(nn.Module):
         num_frames = x.shape[1]
         mask = mask.unsqueeze(1)  # (B, 1, T)
         turned = x.transpose(1, 2)  # (B, I, T)
-        heard = torch.cat([bank(turned)[:, :, :num_frames] for bank in self.bank], dim=1)  # (B, KW, T)
-        heard = self.bank_norm(heard, mask)
-        heard = self.norm_1(self.project_1(_pool(heard)), mask)  # (B, projection, T)
-        heard = self.norm_2(self.project_2(heard), mask)  # (B, I, T)
-        hidden = self.widen(heard.transpose(1, 2) + x)  # (B, T, W)
+        features = torch.cat([bank(turned)[:, :, :num_frames] for bank in self.bank], dim=1)  # (B, KW, T)
+        features = self.bank_norm(features, mask)
+        features = self.norm_1(self.project_1(_pool(features)), mask)  # (B, projection, T)
+        features = self.norm_2(self.project_2(features), mask)  # (B, I, T)
+        hidden = self.widen(features.transpose(1, 2) + x)  # (B, T, W)
         for highway in self.highways:
             hidden = highway(hidden)
         output: Tensor = self.gru(hidden, lengths)

@@ -110,11 +110,11 @@ class Decoder(Capturable):
     def forward(self, memory: Tensor, symbols: Tensor, mel: Tensor, lengths: Tensor) -> DecoderOutput:
         """Decode memory (B, S, C) of symbols (B, S), teacher-forced with mel (B, T, M), CPU lengths (B,)."""
         num_frames = mel.shape[1]
-        heard = self._frames_heard(mel)  # (N, B, M)
-        keep = self.prenet.draw(*heard.shape[:2], like=heard) if self.training else None
+        previous = self._previous_frames(mel)  # (N, B, M)
+        keep = self.prenet.draw(*previous.shape[:2], like=previous) if self.training else None
         text = self._text(memory, symbols)
         run = self._run_fast if self.config.decoder == "fast" else self._run_loop
-        steps = run(heard, keep, text)
+        steps = run(previous, keep, text)
         mask = frame_mask(lengths, num_frames, mel.device).unsqueeze(2)
         return DecoderOutput(
             mel=self._unfold(steps.mel)[:, :num_frames] * mask,
@@ -156,12 +156,12 @@ class Decoder(Capturable):
             stopped=stopped.cpu(),
         )
 
-    def _frames_heard(self, mel: Tensor) -> Tensor:
+    def _previous_frames(self, mel: Tensor) -> Tensor:
         """Return (N, B, M): zeros, then the last frame of every group of r but the last group."""
         reduction = self.config.reduction
         last = (self.config.num_steps(mel.shape[1]) - 1) * reduction
-        heard = mel[:, reduction - 1 : last : reduction].transpose(0, 1)  # (N - 1, B, M)
-        return torch.cat([mel.new_zeros(1, mel.shape[0], mel.shape[2]), heard])
+        previous = mel[:, reduction - 1 : last : reduction].transpose(0, 1)  # (N - 1, B, M)
+        return torch.cat([mel.new_zeros(1, mel.shape[0], mel.shape[2]), previous])
 
     def _unfold(self, mel: Tensor) -> Tensor:
         """Return (B, N r, M) for (N, B, rM)."""
@@ -181,10 +181,10 @@ class Decoder(Capturable):
             residual=(zeros, zeros),
         )
 
-    def _run_loop(self, heard: Tensor, keep: Keep | None, text: _Text) -> _Steps:
+    def _run_loop(self, previous: Tensor, keep: Keep | None, text: _Text) -> _Steps:
         state = self._first_state(text.memory)
         made: list[_Steps] = []
-        for index, frame in enumerate(heard):
+        for index, frame in enumerate(previous):
             prenet = self.prenet(frame, (keep[0][index], keep[1][index]) if keep else None)
             step, state = self._step(prenet, text, state)
             made.append(step)
@@ -209,7 +209,7 @@ class Decoder(Capturable):
         steps = self._make(inputs + second, context, attention)
         return steps, _State(hidden, context, (first, second))
 
-    def _run_fast(self, heard: Tensor, keep: Keep | None, text: _Text) -> _Steps:
+    def _run_fast(self, previous: Tensor, keep: Keep | None, text: _Text) -> _Steps:
         gru = self.attention_gru
         weights = AttentionWeights(
             weight_ih=gru.weight_ih,
@@ -219,7 +219,7 @@ class Decoder(Capturable):
             query=self.query.weight,
             v=self.score[0],
         )
-        inputs = self.prenet(heard, keep), text.memory, text.keys, text.mask, weights
+        inputs = self.prenet(previous, keep), text.memory, text.keys, text.mask, weights
         if self._captured is not None and torch.is_grad_enabled():
             hidden, context, attention = attention_rnn_by_graphs(self._captured, *inputs)
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from speechdp.chance import least_told
+from speechdp.chance import least_detectable
 from speechdp.counting import counted
 from speechdp.experiments.compare.plan import FRAMES, TIME
 from speechdp.report.compare.groups import ComparedRun, Group, with_all_seeds
@@ -27,9 +27,9 @@ from speechdp.report.kit.choice import (
     eligible_rows,
     several_tasks,
     splits_of,
-    told_apart,
     undecoded_caution,
     unlike_caution,
+    word_error_sentences,
     word_errors_rule,
 )
 from speechdp.report.kit.same_machine import ALL_BUT_SPEEDS, SPEEDS, machine_warning
@@ -82,8 +82,8 @@ def choose(groups: Sequence[Group], cautions: tuple[str, ...] = ()) -> Compariso
             like_one_rank |= {ranks} if any(map(_is_like_one_rank, [fastest, *alike])) else set()
             details += _sentences(fastest, best, rows, one_rank)
             details += rate_sentences(rows)
-            details += told_apart(rows, lambda group: group.label, f" on {ranks} ranks")
-            details += _not_told_apart(fastest, alike)
+            details += word_error_sentences(rows, lambda group: group.label, f" on {ranks} ranks")
+            details += _indistinct_sentences(fastest, alike)
             details += _gain(fastest, rows)
             details += _at_equal_time(ranks, fastest, groups)
             details += _faster_but_worse(fastest, rows, accurate, best)
@@ -168,9 +168,9 @@ def _faster_but_worse(
     return [f"{name}, but has too many word errors: {_accuracy(faster)}."]
 
 
-def _least_told(groups: Sequence[Group]) -> float | None:
+def _least_detectable(groups: Sequence[Group]) -> float | None:
     """Return the smallest difference of mean scores that seeds are unlikely to explain."""
-    return least_told([group.scores.values for group in groups if group.scores is not None])
+    return least_detectable([group.scores.values for group in groups if group.scores is not None])
 
 
 def _may_be_chance(one: Group, best: Group, accurate: Sequence[Group]) -> str:
@@ -180,25 +180,25 @@ def _may_be_chance(one: Group, best: Group, accurate: Sequence[Group]) -> str:
     fails to learn varies far more between seeds, and says nothing about the others.
     """
     compared = [one, *(group for group in accurate if group is not one)]
-    least = _least_told(compared)
+    least = _least_detectable(compared)
     is_open = least is not None and 0 < _score(best) - _score(one) < least
-    return ", which may be chance of the seeds" if is_open else ""
+    return ", which may be due to the seeds" if is_open else ""
 
 
 def _by_chance(accurate: Sequence[Group]) -> list[str]:
     """State which differences of the accurate groups' mean scores may be chance; empty if unknown."""
-    least = _least_told(accurate)
+    least = _least_detectable(accurate)
     if not least:
         return []
     metric = group_terms(accurate).metric
     apart = metric.labelled(metric.number(least))
     return [
         f"On {accurate[0].ranks} ranks, among those accurate enough, differences below {apart} may be "
-        "chance of the seeds alone (95 %)."
+        "due to the seeds alone (95 %)."
     ]
 
 
-def _not_told_apart(chosen: Group, alike: Sequence[Group]) -> list[str]:
+def _indistinct_sentences(chosen: Group, alike: Sequence[Group]) -> list[str]:
     """State which strategies may be as fast as the chosen one."""
     if not alike:
         return []
@@ -284,9 +284,7 @@ def _cautions(groups: Sequence[Group]) -> tuple[str, ...]:
     for group in groups:
         notes += _of_single_runs(group)
     if any(group.failures and group.figures and group.ranks > 1 for group in groups):
-        notes.append(
-            "A strategy all of whose seeds have come to their end goes before one of which some failed."
-        )
+        notes.append("A strategy of which all seeds finished is preferred to one of which some failed.")
     notes += [_averaged(groups), _still_to_come(groups)]
     note = several_tasks([run.result for group in groups for run in group.runs if run.result is not None])
     if note:
@@ -314,7 +312,7 @@ def _of_single_runs(group: Group) -> list[str]:
     notes = []
     for run in group.unjudged:
         lacks = _lacks_score(run, group_terms([group]).metric.name)
-        notes.append(f"{_title(run)}: {lacks}; a strategy all of whose seeds have one goes before it.")
+        notes.append(f"{_title(run)}: {lacks}; strategies of which all seeds have one are preferred.")
     for run in group.finished:
         if run.result is not None and len(run.result.sizes) > 1:
             sizes = " and then ".join(map(str, run.result.sizes))
@@ -334,8 +332,7 @@ def _still_to_come(groups: Sequence[Group]) -> str:
         return ""
     have, them = ("has", "it") if waiting == 1 else ("have", "them")
     return (
-        f"{counted(waiting, 'run')} {have} not finished yet; the command of the comparison goes on with "
-        f"{them}."
+        f"{counted(waiting, 'run')} {have} not finished yet; the command of the comparison continues {them}."
     )
 
 
@@ -345,9 +342,9 @@ def _averaged(groups: Sequence[Group]) -> str:
     if not means:
         return ""
     worse = sum(run.is_mean_worse for run in means)
-    told = f"; in {worse} of {counted(len(means), 'run')} the last one alone is better" if worse else ""
+    note = f"; in {worse} of {counted(len(means), 'run')} the last one alone is better" if worse else ""
     return (
-        f"Final models are means of the last epochs' models (--average-epochs){told} (speechdp report of a "
+        f"Final models are means of the last epochs' models (--average-epochs){note} (speechdp report of a "
         "run has both figures)."
     )
 

@@ -160,12 +160,12 @@ def draw_staleness(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas
                 width * 0.92,
                 color=canvas.colours[group.label],
             )
-            canvas.tip(bar, f"{group.label}, age {age}: {share:.1f} % of {sum(ages):,} exchanges")
+            canvas.tip(bar, f"{group.label}, staleness {age}: {share:.1f} % of {sum(ages):,} exchanges")
     names = [str(age) for age in range(oldest + 1)]
     if max(len(group.ages) for group in shown) > oldest + 1:
         names[-1] += "+"
     ax.set_xticks(range(oldest + 1), names)
-    ax.set_xlabel("updates made elsewhere meanwhile")
+    ax.set_xlabel("staleness (updates by other ranks)")
     ax.set_xlim(-0.6, oldest + 0.6)
     return True
 
@@ -301,7 +301,7 @@ def _mark_what_lies_below(ax: Axes, groups: Sequence[Group], canvas: Canvas, *, 
             markersize=8,
             zorder=4,
         )
-        canvas.tip(mark, f"{_tip(group)} ({'above' if terms.falls else 'below'} the picture)")
+        canvas.tip(mark, f"{_tip(group)} ({'above' if terms.falls else 'below'} the plotted range)")
         ax.annotate(
             terms.number(group.score), (x, y), xytext=(7, 0), textcoords="offset points", va="center",
             color=canvas.theme.muted, fontsize="small",

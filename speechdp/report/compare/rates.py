@@ -111,16 +111,16 @@ def _not_chosen(trials: Sequence[Group]) -> list[str]:
     notes = []
     for trial in trials:
         for run in trial.failures:
-            notes.append(f"Not to be chosen: {run.record.planned.title}, which failed: {run.record.message}")
+            notes.append(f"Cannot be chosen: {run.record.planned.title}, which failed: {run.record.message}")
         if trial.finished and trial.score is None:
             notes.append(
-                f"Not to be chosen: {trial.runs[0].record.planned.title}, which ended without a score."
+                f"Cannot be chosen: {trial.runs[0].record.planned.title}, which ended without a score."
             )
     waiting = sum(not (trial.finished or trial.failures) for trial in trials)
     if waiting:
         notes.append(
-            f"{waiting} of {len(trials)} runs that try learning rates are still to come; strategies are "
-            "shown when theirs are done."
+            f"{waiting} of {len(trials)} runs that try learning rates have not finished yet; a strategy "
+            "is shown once all of its own have."
         )
     return notes
 

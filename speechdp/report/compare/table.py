@@ -32,7 +32,7 @@ _MODES = {
     TIME: (
         "At equal time",
         "Every run trained for about as long as the slowest run at equal frames with as many ranks and the "
-        "same seed, the learning rate's course stretched to it.",
+        "same seed, with the learning-rate schedule stretched to that time.",
     ),
 }
 _WHOLE_RUNS = {FRAMES: ("All runs", "Every run is the whole script.")}
@@ -40,7 +40,7 @@ _LOWEST_NOTE = "WER over lowest: above the lowest on as many ranks [95 % interva
 SPREAD_NOTE = "Mean over seeds ± sample standard deviation; one seed has none."
 
 _TRAFFIC = FigureColumn(
-    "sent_bytes_per_s", "sent per rank", "MB/s", "What a rank sends in a second of training (mean).",
+    "sent_bytes_per_s", "sent per rank", "MB/s", "Data that a rank sends per second of training (mean).",
     lambda row: row.sent_per_s, lambda value: f"{value / 1e6:.3g}", is_detail=True,
 )  # fmt: skip
 _TO_TARGET = FigureColumn(
@@ -53,7 +53,7 @@ _WER = FigureColumn(
 )  # fmt: skip
 _DISTANCE = FigureColumn(
     "replica_distance", "replicas apart", "%",
-    "Largest distance of a replica from the model evaluated, over that model's norm.",
+    "Largest distance of a replica from the evaluated model, divided by that model's norm.",
     lambda row: row.replica_distance, lambda value: "0" if value == 0 else f"{100 * value:.2g}",
     is_detail=True,
 )  # fmt: skip
@@ -202,7 +202,7 @@ def trial_table(
         )
         for number, group in enumerate(trials)
     ]
-    rate = replace(_RATE, meaning="That the run trained with.")
+    rate = replace(_RATE, meaning="Learning rate of the run.")
     note = "One run each, with a seed of their own; the best of a strategy on as many ranks is marked."
     columns = (_RANKS, rate, *with_figures([*map(_over_seeds, _metric_columns(trials))], trials))
     return ShownTable("learning-rates", "Learning rates tried", columns, rows, "strategy", note)

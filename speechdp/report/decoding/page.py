@@ -75,11 +75,11 @@ def write_decoding_page(result: DecodingResult, dataset: Dataset, run_dir: Path)
 
 
 def _aligned(result: DecodingResult) -> list[AlignedUtterance]:
-    told = judged(result.utterances)
-    aligned = align_words([one.ref for one in told], [one.hyp for one in told])
+    transcribed = judged(result.utterances)
+    aligned = align_words([one.ref for one in transcribed], [one.hyp for one in transcribed])
     return [
         AlignedUtterance(one.utterance_id, one.speaker, words)
-        for one, words in zip(told, aligned, strict=True)
+        for one, words in zip(transcribed, aligned, strict=True)
     ]
 
 
@@ -103,7 +103,7 @@ def _answer(result: DecodingResult) -> Answer:
         cautions.append("The scales were chosen on this split: on new speech the error rate may be higher.")
     if result.failed:
         failed = counted(result.failed, "utterance")
-        cautions.append(f"For {failed} nothing was found: the words said are deletions.")
+        cautions.append(f"For {failed} nothing was recognised: all their words count as deletions.")
     return Answer(headline, tuple(details), tuple(cautions))
 
 
@@ -128,11 +128,12 @@ def speaker_table(speakers: Mapping[str, WerResult]) -> ShownTable[WerResult]:
     """Return the table of speakers, in the order given."""
     columns: tuple[Column[WerResult], ...] = (
         Column("utterances", "utterances", "", "Utterances.", lambda row: row.utterances),
-        Column("words", "words", "", "Words said.", lambda row: row.words, formatting.count),
+        Column("words", "words", "", "Words of the references.", lambda row: row.words, formatting.count),
         Column("errors", "errors", "", "Word errors of all kinds.", lambda row: row.errors),
-        Column("substitutions", "substituted", "", "Words taken for others.", lambda row: row.substitutions),
-        Column("deletions", "deleted", "", "Words that were lost.", lambda row: row.deletions),
-        Column("insertions", "inserted", "", "Words that nobody said.", lambda row: row.insertions),
+        Column("substitutions", "substituted", "", "Words recognised as others.",
+               lambda row: row.substitutions),
+        Column("deletions", "deleted", "", "Words that were not recognised.", lambda row: row.deletions),
+        Column("insertions", "inserted", "", "Words recognised, but not spoken.", lambda row: row.insertions),
         Column(
             "wer", "WER", "%", "Word error rate and its 95 % bootstrap interval over utterances.",
             lambda row: row.wer,
@@ -157,26 +158,26 @@ def _shortened(table: ShownTable[WerResult]) -> ShownTable[WerResult]:
 
 def _confusion_table(rows: Sequence[Confusion]) -> ShownTable[Confusion]:
     columns: tuple[Column[Confusion], ...] = (
-        Column("times", "times", "", "How often the one was taken for the other.", lambda row: row.times),
-        Column("said", "of", "", "How often the word was said.", lambda row: row.said),
+        Column("times", "times", "", "How often this confusion occurs.", lambda row: row.times),
+        Column("said", "of", "", "How often the reference word was spoken.", lambda row: row.said),
         Column(
-            "share", "share", "%", "The one over the other.",
+            "share", "share", "%", "Share of the spoken words.",
             lambda row: row.times / row.said, formatting.percent,
         ),
     )  # fmt: skip
     heads = [RowHead(f"{row.reference} {_ARROW} {row.hypothesis}") for row in rows]
     pairs = list(zip(heads, rows, strict=True))
-    return ShownTable("confusions", "Words taken for others", columns, pairs, first="said \u2192 recognised")
+    return ShownTable("confusions", "Confused words", columns, pairs, first="spoken \u2192 recognised")
 
 
 def _lost_and_added_table(rows: Sequence[LostOrAdded]) -> ShownTable[LostOrAdded]:
     columns: tuple[Column[LostOrAdded], ...] = (
-        Column("deleted", "deleted", "", "Said, but not recognised.", lambda row: row.deleted),
-        Column("inserted", "inserted", "", "Recognised, but not said.", lambda row: row.inserted),
-        Column("said", "said", "", "How often it was said.", lambda row: row.said),
+        Column("deleted", "deleted", "", "Spoken, but not recognised.", lambda row: row.deleted),
+        Column("inserted", "inserted", "", "Recognised, but not spoken.", lambda row: row.inserted),
+        Column("said", "spoken", "", "How often it was spoken.", lambda row: row.said),
     )  # fmt: skip
     pairs = [(RowHead(row.word), row) for row in rows]
-    return ShownTable("lost-and-added", "Words lost and added", columns, pairs, first="word")
+    return ShownTable("lost-and-added", "Deleted and inserted words", columns, pairs, first="word")
 
 
 def _settings(result: DecodingResult, dataset: Dataset) -> list[tuple[str, str]]:

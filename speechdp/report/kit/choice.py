@@ -93,7 +93,7 @@ def word_errors_rule(rows: Sequence[Accuracy]) -> str:
     return overlaps
 
 
-def told_apart(rows: Sequence[Row], label: Callable[[Row], str], where: str = "") -> list[str]:
+def word_error_sentences(rows: Sequence[Row], label: Callable[[Row], str], where: str = "") -> list[str]:
     """Return a sentence on which word error rates are surely above the lowest; empty if none is known to be.
 
     This is known for a rate if both rates are by utterance and at least one of them has several seeds.
@@ -111,12 +111,12 @@ def told_apart(rows: Sequence[Row], label: Callable[[Row], str], where: str = ""
         return []
     above = [f"{label(row)} ({formatting.difference(by)} points)" for row, by in known if by.is_sure]
     if above:
-        said = f"surely above the lowest, that of {best}: {', '.join(above)}"
+        sentence = f"surely above the lowest, that of {best}: {', '.join(above)}"
     else:
-        said = f"none is surely above the lowest, that of {best}"
+        sentence = f"none is surely above the lowest, that of {best}"
     open_ = [label(row) for row in others if not any(row is one for one, _ in known)]
     left = f"; not known by utterance and seeds: {', '.join(open_)}" if open_ else ""
-    return [f"Word error rates{where}: {said}{left}."]
+    return [f"Word error rates{where}: {sentence}{left}."]
 
 
 def lacks_scores(runs: Sequence[RunResult], terms: Terms, which: str = "finished run") -> str:
@@ -162,9 +162,9 @@ def unlike_caution(rows: Sequence[Accuracy], labels: Sequence[str]) -> str:
     for row, label in zip(rows, labels, strict=True):
         if row.word_errors is not None and row.word_errors.how:
             named.setdefault(row.word_errors.how, []).append(label)
-    told = "; ".join(f"{', '.join(of)} with {how}" for how, of in named.items())
+    listed = "; ".join(f"{', '.join(of)} with {how}" for how, of in named.items())
     return (
-        f"The runs were not decoded alike ({told}), so the word error rate played no part in the choice: "
+        f"The runs were not decoded alike ({listed}), so the word error rate played no part in the choice: "
         "decode all of them in the same way."
     )
 
@@ -199,10 +199,10 @@ def judged_otherwise(runs: Sequence[RunResult], labels: Mapping[str, str]) -> st
     others = comparable_runs(runs).others
     if not others:
         return ""
-    told = ", ".join(f"{labels[run.name]} ({differs})" for run, differs in others)
+    listed = ", ".join(f"{labels[run.name]} ({differs})" for run, differs in others)
     return (
         "These runs were not all judged on the same data and classes. Not compared, because the "
-        f"{terms_of(runs).metric.name} of the others means something else: {told}."
+        f"{terms_of(runs).metric.name} of the others means something else: {listed}."
     )
 
 

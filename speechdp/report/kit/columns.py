@@ -31,7 +31,8 @@ def _end_of_difference(end: str) -> Callable[[_Differing], float | None]:
 
 
 STEPS = FigureColumn(
-    "steps", "steps", "", "Steps of the loop; where ranks go at their own pace, of the fastest.",
+    "steps", "steps", "",
+    "Steps of the training loop; where ranks train at their own pace, those of the fastest.",
     lambda row: row.steps, formatting.count,
 )  # fmt: skip
 
@@ -39,8 +40,8 @@ STEPS = FigureColumn(
 OVER_LOWEST: Column[Any] = Column(
     "wer_over_lowest", "WER over lowest", "points",
     "Word error rate less the lowest of those beside it, in percentage points, and the 95 % interval of this "
-    "difference over the same utterances, and over seeds where there are several; of single models the "
-    "chance of training may be all of it. The lowest itself has 0.0 and no interval.",
+    "difference over the same utterances, and over seeds where there are several; for single models, "
+    "chance in training may explain all of it. The lowest itself has 0.0 and no interval.",
     lambda row: None if row.wer_over_lowest is None else row.wer_over_lowest.mean,
     cell=lambda row: formatting.difference(row.wer_over_lowest).replace(" ", "\u00a0"), is_detail=True,
 )  # fmt: skip

@@ -141,13 +141,13 @@ def _limits(gpus: Sequence[_Gpu]) -> str:
 
 
 def _other_users(gpus: Sequence[_Gpu]) -> str:
-    told = [gpu for gpu in gpus if gpu.conditions.others is not None]
-    if not told:
+    reporting = [gpu for gpu in gpus if gpu.conditions.others is not None]
+    if not reporting:
         return ""
-    used = [(gpu, text) for gpu in told if (text := _others_text(gpu.conditions))]
+    used = [(gpu, text) for gpu in reporting if (text := _others_text(gpu.conditions))]
     if not used:
-        which = "the" if len(told) == len(gpus) else f"{len(told)} of the"
-        return f"Nobody else was seen on {which} GPU{'s' if len(gpus) > 1 else ''}."
+        which = "the" if len(reporting) == len(gpus) else f"{len(reporting)} of the"
+        return f"No other process was seen on {which} GPU{'s' if len(gpus) > 1 else ''}."
     named = [f"{gpu}: {text}" for gpu, text in used[:_NAMED_GPUS]]
     num_more = len(used) - _NAMED_GPUS
     more = [f"and others on {counted(num_more, 'more GPU')}"] if num_more > 0 else []
@@ -162,7 +162,7 @@ def _others_text(gpu: GpuConditions) -> str:
     if not most:
         if num_bytes <= NOTABLE_BYTES:
             return ""
-        return f"{held} in the mean held by others, whose processes are not listed"
+        return f"{held} held by others on average, whose processes are not listed"
     whose = f"{most:,} other process{'es' if most != 1 else ''}"
     with_bytes = f" with {held}" if num_bytes >= _SMALL_BYTES else ""
     if mean < most - NOTABLE_OTHERS:

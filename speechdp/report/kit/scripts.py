@@ -24,8 +24,8 @@ def wrong_way(runs: Sequence[RunResult], again: str = "") -> str:
     if not learnt or any(each[-1] >= each[0] for each in learnt):
         return ""
     return (
-        f"{metric.name} grew in every run, and is taken to be better the smaller it is, as its name does not "
-        f"tell: if more is better, give --metric {metric.name}:max{again}."
+        f"{metric.name} grew in every run, but less is taken to be better, because its name does not show "
+        f"which is: if more is better, give --metric {metric.name}:max{again}."
     )
 
 
@@ -34,9 +34,9 @@ def distinct_trainings(runs: Sequence[RunResult]) -> int:
 
     Runs with whole scores only (such as an accuracy of 1) always count, because such scores may coincide.
     """
-    told = [run for run in runs if run.kind is SCRIPT and any(map(_is_broken, _scores(run)))]
-    curves = {tuple((each.step, each.score) for each in run.evaluations) for run in told}
-    return len(runs) - len(told) + len(curves)
+    broken = [run for run in runs if run.kind is SCRIPT and any(map(_is_broken, _scores(run)))]
+    curves = {tuple((each.step, each.score) for each in run.evaluations) for run in broken}
+    return len(runs) - len(broken) + len(curves)
 
 
 def _scores(run: RunResult) -> list[float]:
@@ -77,8 +77,8 @@ def several_versions(runs: Sequence[tuple[RunResult, str]]) -> str:
     script = Path(str(known[0][2].setting("script"))).name
     return (
         f"{script}, or a module of its folder, was changed between runs, or while one was interrupted, so "
-        f"they may not be comparable; otherwise than the rest were made: {', '.join(others)}. Begin in "
-        "another folder to compare one version."
+        f"they may not be comparable; made by another version than the rest: {', '.join(others)}. Use "
+        "another folder to compare runs of one version."
     )
 
 

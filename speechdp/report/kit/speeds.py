@@ -134,8 +134,8 @@ def speed_phrase(speed: RacedSpeed, name: str, baseline: str) -> str:
 
 RACED_SPEED: Column[Any] = Column(
     "raced_speed", "raced speed", "times",
-    "Speed over the baseline's in the same round of the race, and the 95 % interval; empty for settings that "
-    "did not race.",
+    "Speed divided by the baseline's in the same round of the race, and the 95 % interval; empty for "
+    "settings that did not race.",
     lambda row: None if row.raced is None else row.raced.ratio, formatting.times,
     cell=lambda row: ratio_text(row.raced).replace(" ", "\u00a0"),
 )  # fmt: skip

@@ -33,9 +33,9 @@ _NOT_OF_THE_MODEL = WAITING_FUNCTIONS | {STEP}
 
 RULE = (
     "Times are the median step after the warm-up, mean over ranks, forward and backward. Efficiency is "
-    "t1 / tN where a rank's batch is constant (weak), t1 / (N·tN) where that of all ranks is (strong). "
-    f"Functions with less than {JUDGED_SHARE:.0%} of the step are not judged; from {SCALES:.0%} on a "
-    "function counts as one that scales."
+    "t1 / tN for weak scaling (a constant batch per rank) and t1 / (N·tN) for strong scaling (a constant "
+    f"batch of all ranks together). Functions with less than {JUDGED_SHARE:.0%} of the step are not judged; "
+    f"a function scales if its efficiency is at least {SCALES:.0%}."
 ).replace("%", " %")
 
 
@@ -89,7 +89,7 @@ def _headline(of_kind: dict[str, Scaling], compared: Sequence[Scaling]) -> str:
         return f"With {constant} {_pace(compared[0], STEP)}."
     if of_kind:
         return _unscaled(weak or next(iter(of_kind.values())))
-    return "No job of this profile has finished a step, so there is nothing to say yet."
+    return "No job of this profile has finished a step, so there are no results yet."
 
 
 def _unscaled(only: Scaling) -> str:

@@ -69,10 +69,10 @@ def _cores_of_hosts(job: ProfileJob, here: int) -> list[tuple[int, int]]:
         here: number of cores of the machine that started the job; used if the ranks did not record theirs.
     """
     cpus = (job.facts or {}).get("cpus")
-    told = cpus if isinstance(cpus, list) and len(cpus) == job.ranks else [""] * job.ranks
+    names = cpus if isinstance(cpus, list) and len(cpus) == job.ranks else [""] * job.ranks
     ranks_on: dict[str, int] = {}
     cores_of: dict[str, int] = {}
-    for record, cpu in zip(job.rank_records, told, strict=True):
+    for record, cpu in zip(job.rank_records, names, strict=True):
         found = _CORES.search(cpu) if isinstance(cpu, str) else None
         ranks_on[record.host] = ranks_on.get(record.host, 0) + 1
         cores_of[record.host] = max(cores_of.get(record.host, 0), int(found[1]) if found else here)
@@ -102,8 +102,10 @@ def _hardware(job: ProfileJob) -> list[str]:
 
 def _notes(profile: Profile) -> list[str]:
     """Return the notes made at the start of the profile, without those that `_cores` repeats."""
-    said = about_cores(tuple({job.ranks for job in profile.jobs}), profile.settings.cores)
-    return [f"{formatting.capital(note).rstrip('.')}." for note in profile.settings.notes if note not in said]
+    known = about_cores(tuple({job.ranks for job in profile.jobs}), profile.settings.cores)
+    return [
+        f"{formatting.capital(note).rstrip('.')}." for note in profile.settings.notes if note not in known
+    ]
 
 
 def _on_gpu(job: ProfileJob) -> bool:

@@ -83,7 +83,7 @@ def _first_steps(profile: Profile) -> ProfilePicture:
 def _functions(profile: Profile) -> ProfilePicture:
     caption = (
         f"Time of each function over numbers of ranks, after figure 4 of {_POSTER}: median step after the "
-        "warm-up; light is forward, strong is backward; % is the efficiency; a stroke marks full scaling."
+        "warm-up; light is forward, strong is backward; % is the efficiency; a line marks perfect scaling."
     )
     scalings = [make_scaling(profile, kind) for kind in (WEAK, STRONG)]
     found = tuple(_scaling_panel([s], s.kind, SCALING_TITLES[s.kind]) for s in scalings if s is not None)
@@ -130,7 +130,7 @@ def _memory(profile: Profile) -> ProfilePicture:
 
 
 def _gantt(profile: Profile) -> ProfilePicture:
-    caption = "Steps of every rank, function by function; gaps are what belongs to none of them."
+    caption = "Steps of every rank, function by function; gaps are time that belongs to none of them."
     job = main_job(profile)
     gantt = None if job is None else make_gantt(job, profile.settings.warmup_steps)
     if gantt is None:

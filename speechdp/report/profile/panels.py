@@ -89,7 +89,7 @@ def _draw_cost(ax: Axes, y: float, scaling: Scaling, name: str, ranks: int, canv
     if scaling.kind == STRONG and efficiency is not None:
         ideal = 1e3 * scaling.costs[name][scaling.ranks[0]].total_s * scaling.ranks[0] / ranks
         (mark,) = ax.plot([ideal, ideal], [y - 0.42, y + 0.42], color=canvas.theme.ink, linewidth=1.4)
-        canvas.tip(mark, f"{rank_count(ranks)}, {name}: {ideal:.3g} ms if it scaled fully")
+        canvas.tip(mark, f"{rank_count(ranks)}, {name}: {ideal:.3g} ms if it scaled perfectly")
     return left
 
 

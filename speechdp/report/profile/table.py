@@ -25,8 +25,8 @@ from speechdp.report.profile.words import SCALING_TITLES, loader_title
 #: Efficiencies below this are highlighted.
 LOW_EFFICIENCY = 0.75
 EFFICIENCY = {
-    WEAK: "Time on the fewest ranks over time on so many.",
-    STRONG: "Time on the fewest ranks, shared among so many, over their time.",
+    WEAK: "Time on the fewest ranks divided by the time on this number of ranks.",
+    STRONG: "Time on the fewest ranks, divided by the ratio of the numbers of ranks and by the time here.",
 }
 
 
@@ -148,7 +148,9 @@ def _first_steps_table(job: ProfileJob, warmup_steps: int) -> ProfileTable:
     columns = [
         *(_number_column(f"step_{s[0].step}", f"step {s[0].step}", "ms", "Mean over ranks.") for s in steps),
         _number_column("usual", "usual", "ms", "Median step after the warm-up."),
-        _number_column("factor", "first / usual", "times", "Time of the first step over the usual one."),
+        _number_column(
+            "factor", "first / usual", "times", "Time of the first step divided by that of a usual one."
+        ),
     ]
     return _table("first-steps", f"First steps of {job.name}", "function", columns, rows)
 
@@ -167,11 +169,16 @@ def _loader_table(profile: Profile) -> list[ProfileTable]:
     columns = (
         _number_column("step", "step", "ms", "Mean step after the warm-up."),
         _number_column("wait", "waiting for batches", "ms a step", "Mean over steps and ranks."),
-        _percent_column("share", "of the step", "Waiting over the step's time.", digits=1),
-        _number_column("rate", "frames/s", "", "Frames of all ranks over the longest rank's step time."),
+        _percent_column("share", "of the step", "Waiting time divided by the step's time.", digits=1),
+        _number_column(
+            "rate", "frames/s", "", "Frames of all ranks divided by the step time of the slowest rank."
+        ),
         _number_column("use", "utilisation", "%", "Mean over ranks and time, as in the picture."),
     )
-    note = "Times are means over all steps: a batch is waited for in few of them, which no median shows."
+    note = (
+        "Times are means over all steps, because ranks wait for a batch in few of them, which a median does "
+        "not show."
+    )
     return [_table("loaders", "Trainloaders", "trainloader", columns, rows, note)] if rows else []
 
 

@@ -16,7 +16,7 @@ from speechdp.errors import ConfigError, RunError, printable
 from speechdp.files import cannot_be_read, why_no_folder
 from speechdp.json_input import other_version, parse_json
 from speechdp.jsonl import read_lines
-from speechdp.ownership.overwrite import COMPARISON, PROFILE, SWEEP, TUNE, continuing
+from speechdp.ownership.overwrite import COMPARISON, PROFILE, SWEEP, TUNE, how_to_continue
 from speechdp.parallel.run_files import (
     AVERAGED_EPOCHS,
     RUN_VERSION,
@@ -219,7 +219,7 @@ def read_run(run_dir: Path, metric: str = "", split: str = "", *, times_unfinish
     periods = read_periods(run_dir, problems)
     mean = None if of_script else _mean_model(records, task)
     if not completed:
-        advice = "" if of_script else f"; continue it {continuing(run_dir)}"
+        advice = "" if of_script else f"; continue it {how_to_continue(run_dir)}"
         problems.append(f"completed.json: missing, so the run did not finish{advice}")
     return RunResult(
         name, run_dir, settings, evaluations, timing, word_errors, completed, True, tuple(problems),
@@ -371,12 +371,12 @@ def _read_word_errors(path: Path, problems: list[str]) -> WordErrors | None:
     wer = number(record, "wer")
     if wer is None:
         if number(record, "words") == 0:  # if words were recognised, the rate is infinite
-            said = (
+            problem = (
                 "its transcripts have no words, so that there is no word error rate; decode another --split"
             )
         else:
-            said = "no word error rate in it; decode the run again"
-        problems.append(f"{path.name}: {said}")
+            problem = "no word error rate in it; decode the run again"
+        problems.append(f"{path.name}: {problem}")
         return None
     counts = {key: number(record, key) for key in ("words", "insertions", "deletions", "substitutions")}
     whole = {key: None if value is None else int(value) for key, value in counts.items()}

@@ -53,11 +53,11 @@ def parse_metric(text: str) -> LoggedMetric:
     name, colon, direction = text.partition(":")
     if not name or (colon and direction not in _DIRECTIONS):
         raise ConfigError(f"--metric {text!r}: write NAME, NAME:min (less is better) or NAME:max")
-    told = _DIRECTIONS[direction] if colon else _more_is_better(name)
-    meaning = f"As the script logged it last; {'more' if told else 'less'} is better."
+    is_more_better = _DIRECTIONS[direction] if colon else _more_is_better(name)
+    meaning = f"As the script logged it last; {'more' if is_more_better else 'less'} is better."
     return LoggedMetric(
         name, name, name, "", meaning,
-        higher_is_better=bool(told), tolerance_is_relative=True, is_guessed=told is None,
+        higher_is_better=bool(is_more_better), tolerance_is_relative=True, is_guessed=is_more_better is None,
     )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ def read_spoken(run_dir: Path, problems: list[str]) -> Spoken | None:
             "`speechdp synthesize --data`"
         )
         return None
-    heard = record.get("word_errors")
+    found = record.get("word_errors")
     utterances = amount(record, "utterances")
     spoken = Spoken(
         split=words(record.get("split")),
@@ -35,7 +35,7 @@ def read_spoken(run_dir: Path, problems: list[str]) -> Spoken | None:
         focus_rate=_estimate(record.get("focus_rate"), "mean"),
         stopped_share=amount(record, "stopped_share"),
         length_ratio=amount(record, "length_ratio"),
-        word_errors=_word_errors(heard) if isinstance(heard, dict) else {},
+        word_errors=_word_errors(found) if isinstance(found, dict) else {},
     )
     if spoken.mcd_db is None:
         problems.append(
@@ -45,8 +45,8 @@ def read_spoken(run_dir: Path, problems: list[str]) -> Spoken | None:
     return spoken
 
 
-def _word_errors(heard: dict[str, Any]) -> dict[str, Estimate]:
-    found = ((source, _estimate(heard.get(source), "wer", "wer_")) for source in SOURCES)
+def _word_errors(record: dict[str, Any]) -> dict[str, Estimate]:
+    found = ((source, _estimate(record.get(source), "wer", "wer_")) for source in SOURCES)
     return {source: rate for source, rate in found if rate is not None}
 
 

@@ -33,7 +33,7 @@ def _share(key: str, title: str, meaning: str) -> Column[Prediction]:
 _RANKS = Column[Prediction]("ranks", "ranks", "", "Number of ranks.", lambda one: one.ranks)
 _PERIOD = Column[Prediction]("period", "period", "steps", "Steps between exchanges.", lambda one: one.period)
 _STEP = Column[Prediction](
-    "step_s", "step", "ms", "From one step of a rank to its next, mean.", lambda one: one.step_s.mean,
+    "step_s", "step", "ms", "Mean time from one step of a rank to the next.", lambda one: one.step_s.mean,
     formatting.milliseconds,
 )  # fmt: skip
 _SHARES = (
@@ -41,11 +41,11 @@ _SHARES = (
         "computing", "com\u00adputing", "Share of a step: forward, backward, update and what lies between."
     ),
     _share("data_wait", "data wait", "Share of a step: no batch is ready."),
-    _share("exchange", "ex\u00adchange", "Share of a step: exchanges that nothing hides."),
+    _share("exchange", "ex\u00adchange", "Share of a step: exchanges that do not overlap with computing."),
     _share("waiting", "waiting", "Share of a step: waiting for slower ranks, partners or the server."),
 )
 _MIXED = Column[Prediction](
-    "mixed", "mixings made", "%", "Exchanges made of those asked for; the others are skipped.",
+    "mixed", "mixings made", "%", "Share of the due exchanges that are made; the others are skipped.",
     lambda one: one.mixed, formatting.percent,
 )  # fmt: skip
 

@@ -96,11 +96,11 @@ def _sizes(comparable: Sequence[RunFigures], labels: dict[str, str]) -> str:
     if len(comparable) == 1:
         then = " and then ".join(map(str, sizes[0]))
         return f"The run trained on {then} ranks, which changes speed and accuracy too."
-    told = ", ".join(
+    listed = ", ".join(
         f"{labels[row.run.name]} on {' and then '.join(map(str, each))}"
         for row, each in zip(comparable, sizes, strict=True)
     )
-    return f"The runs did not all train on as many ranks, which changes speed and accuracy too: {told}."
+    return f"The runs did not all train on as many ranks, which changes speed and accuracy too: {listed}."
 
 
 def _unequal(comparable: Sequence[RunFigures]) -> str:
@@ -177,8 +177,8 @@ def _past_best(comparable: Sequence[RunFigures], labels: dict[str, str]) -> str:
             continue
         best = next(each for each in row.run.evaluations if each.score == row.best_score)
         when = f"step {best.step}" if best.epoch is None else f"epoch {epoch_text(best.epoch)}"
-        told = f"{terms.with_unit(row.best_score)} after {when}, {terms.number(last.score)} at the end"
-        named.append(f"{labels[row.run.name]} ({told})")
+        scores = f"{terms.with_unit(row.best_score)} after {when}, {terms.number(last.score)} at the end"
+        named.append(f"{labels[row.run.name]} ({scores})")
     if not named:
         return ""
     return (

@@ -74,19 +74,19 @@ def _before_metrics(terms: Terms) -> tuple[FigureColumn, ...]:
             cell=lambda row: times_text(row.speedup, row.speedup_interval).replace(" ", "\u00a0"),
         ),
         Column(
-            "efficiency", "effi\u00adciency", "%", "Speed-up over the number of ranks.",
+            "efficiency", "effi\u00adciency", "%", "Speed-up divided by the number of ranks.",
             lambda row: row.efficiency, formatting.percent,
         ),
         Column(
             "communication_share", "communi\u00adcation", "%",
             "Share of the training time in exchanges, mean over ranks: communication itself and waiting for "
-            "slower ranks (also before evaluations) together, which the answer tells apart.",
+            "slower ranks (also before evaluations) together; the answer gives them separately.",
             lambda row: row.comm_share, lambda share: formatting.percent(share, 1),
         ),
         DATA_WAIT,
         Column(
             "rank_skew", "rank skew", "%",
-            "Slowest minus fastest rank's own work a step, over the mean; "
+            "Own work per step of the slowest rank minus that of the fastest, divided by the mean; "
             "the straggler is named from 5 % on.",
             lambda row: row.skew.value if row.skew else None, cell=_skew,
         ),

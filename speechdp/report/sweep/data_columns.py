@@ -56,7 +56,7 @@ def _column(
 def _stage(stage: str) -> FigureColumn:
     return _column(
         (f"data_{stage}_busy", _HEADINGS[stage], "cores"),
-        "Busy seconds of this stage a second of training, all ranks, feeders and threads.",
+        "Busy seconds of this stage per second of training, summed over all ranks, feeders and threads.",
         lambda data: data.busy.get(stage),
         "{:.2f}".format,
     )
@@ -109,19 +109,19 @@ _SPEEDS: tuple[FigureColumn, ...] = (
     *map(_stage, DATA_STAGES),
     _column(
         ("data_read_bytes_per_s", "read", "MB/s"),
-        "Bytes read over seconds of reading.",
+        "Bytes read divided by the seconds spent reading.",
         lambda data: data.read_bytes_per_s,
         formatting.megabytes,
     ),
     _column(
         ("data_deliverable_frames_per_s", "could deliver", "frames/s"),
-        "Frames over the busy seconds of the slowest stage, all ranks or feeders: an estimate.",
+        "Frames divided by the busy seconds of the slowest stage, over all ranks or feeders: an estimate.",
         lambda data: data.deliverable_per_s,
         formatting.estimate,
     ),
     _column(
         ("padding_and_context_share", "padding, context", "%"),
-        "Computed frames that nothing is learnt from: padding, and context before and after segments.",
+        "Frames that are computed but not trained on: padding, and context before and after segments.",
         lambda data: data.padding,
         lambda share: formatting.percent(share, 1),
     ),
@@ -141,7 +141,7 @@ CSV_COLUMNS: tuple[FigureColumn, ...] = (
     _STORAGE,
     _column(
         ("loader_threads", "loader threads", ""),
-        "Threads that preprocess, of a rank or feeder.",
+        "Preprocessing threads of a rank or feeder.",
         lambda data: data.threads,
     ),
     _column(
@@ -151,12 +151,13 @@ CSV_COLUMNS: tuple[FigureColumn, ...] = (
     ),
     _column(
         ("feeders", "feeders", ""),
-        "Ranks that make batches ready for the others.",
+        "Ranks that prepare batches for the others.",
         lambda data: len(data.feeders),
     ),
     _column(
         ("feeder_busy_share", "feeder busy", "%"),
-        "Share of the training time that the slowest stage of the busiest feeder works; at 100 it is full.",
+        "Share of the training time for which the slowest stage of the busiest feeder is busy; at 100 it "
+        "cannot do more.",
         _busiest_feeder,
     ),
 )
@@ -168,7 +169,7 @@ _TABLE: tuple[FigureColumn, ...] = (
         "frames_per_s",
         "trained on",
         "frames/s",
-        "Frames of all ranks over the longest rank's training time.",
+        "Frames of all ranks divided by the longest training time of a rank.",
         lambda row: row.frames_per_s,
         formatting.count,
     ),
@@ -183,7 +184,7 @@ _TABLE: tuple[FigureColumn, ...] = (
     ),
     _column(
         ("feeders", "feeders", "(busy, %)"),
-        "Ranks that make batches ready for the others, and the busiest one's share of the training time.",
+        "Ranks that prepare batches for the others, and the busiest one's share of the training time.",
         lambda data: len(data.feeders) or None,
         cell=_feeders,
     ),

@@ -20,8 +20,8 @@ _OF_RECOGNISER = (
 
 def speech_caption(rows: Sequence[RunFigures]) -> str:
     """Return the note on the table of these runs; on word errors only if a recogniser decoded any."""
-    heard = any(row.run.spoken is not None and row.run.spoken.word_errors for row in rows)
-    return f"{_OF_RECOGNISER} {_INTERVALS}" if heard else _INTERVALS
+    has_word_errors = any(row.run.spoken is not None and row.run.spoken.word_errors for row in rows)
+    return f"{_OF_RECOGNISER} {_INTERVALS}" if has_word_errors else _INTERVALS
 
 
 def _figure(
@@ -69,7 +69,7 @@ def _split(row: RunFigures) -> str:
 
 SPEECH_COLUMNS: tuple[FigureColumn, ...] = (
     Column(
-        "speech_split", "split (texts)", "", "Whose texts were said, and how many of them.",
+        "speech_split", "split (texts)", "", "Split whose texts were synthesised, and how many of them.",
         lambda row: row.run.spoken.split if row.run.spoken else None, cell=_split, is_number=False,
     ),
     _figure(
@@ -85,7 +85,7 @@ SPEECH_COLUMNS: tuple[FigureColumn, ...] = (
         lambda spoken: _share(spoken.stopped_share), 100, 0,
     ),
     _figure(
-        ("speech_length_ratio", "length", "times", "Frames of the synthetic speech over those recorded."),
+        ("speech_length_ratio", "length", "times", "Synthetic frames divided by those of the recordings."),
         lambda spoken: _share(spoken.length_ratio), 1, 2,
     ),
     _word_errors("recorded", "WER, recorded", "Word errors that the recogniser makes on the recordings."),

@@ -24,7 +24,7 @@ def find_answer(search: Search) -> Answer:
     if not record.has_measured:
         return Answer("Nothing is measured yet: the same command tries again, also with other settings.")
     if not record.chosen:
-        return Answer("Nothing is chosen yet: the same command goes on with the search.")
+        return Answer("Nothing is chosen yet: the same command continues the search.")
     best = record.of(record.chosen)
     end = best.finish
     if end is None:
@@ -66,7 +66,7 @@ def _so_far(search: Search, best: SettingRecord) -> Answer:
     by = f"at {formatting.count(best.frames_per_s)} {search.terms.amount}/s"
     if best.frames_per_s is None:
         by = "as an earlier command found; the race has to be held again"
-    cautions = ["The search is not over: the same command goes on with it."]
+    cautions = ["The search is not over: the same command continues it."]
     if not has_learnt:
         cautions.insert(0, "It was chosen by its speed alone: how well settings learn was not seen yet.")
     headline = f"{'Best' if has_learnt else 'Fastest'} so far: {best.name}, {by}."
@@ -175,8 +175,9 @@ def _doubts(search: Search) -> list[str]:
     busy = [f"{name}: {load_text(search.loads[name])}" for name in compared if name in search.loads]
     if busy and rests:
         notes.append(
-            f"As back-ends were measured, they did not have the cores to themselves ({'; '.join(busy)}), by "
-            f"which predictions may be off: {' and '.join(rests)} should be searched for again, in another "
+            "While back-ends were measured, they did not have the cores to themselves "
+            f"({'; '.join(busy)}), so predictions may be wrong: {' and '.join(rests)} should be searched "
+            f"for again, in another "
             "folder, while nothing else runs there."
         )
     refuted = [text for one in record.tried if (text := _refuted(record, one))]

@@ -52,19 +52,19 @@ def _columns(record: TuneRecord, terms: Terms) -> tuple[Column[SettingRecord], .
     return (
         Column("predicted", "predicted", rate, "Predicted before anything but exchanges was measured [90 %].",
                lambda one: one.predicted, cell=predicted_text, is_detail=True),
-        Column("ratio", "raced", "times", "Speed over gradient averaging's in the same rounds [95 %].",
+        Column("ratio", "raced", "times", "Speed over that of gradient averaging in the same rounds [95 %].",
                lambda one: one.ratio, cell=ratio_text),
-        Column("frames_per_s", rate, "", "By the race; with none, as predicted.",
+        Column("frames_per_s", rate, "", "From the race; without one, as predicted.",
                lambda one: one.frames_per_s, formatting.count, is_detail=True),
         Column("rungs", "rungs", "", "In how many rungs of the halving it was trained.",
                lambda one: one.rungs or None, is_detail=True),
         Column("score", terms.short_name, terms.metric.unit, "At the end of its last rung.",
                lambda one: _score(one, record), terms.number),
-        Column("time", "to target", "s", "Training time until the target [shortest, longest of the seeds]; "
-               "after the last rung as it is expected.",
+        Column("time", "to target", "s", "Training time until the target [shortest, longest of the "
+               "seeds]; extrapolated if that is after the last rung.",
                _time_s, cell=_time_text),
-        Column("why", "why not", "", "In which stage it was ruled out, and why; of the last "
-               "settings how far behind.", lambda one: _why(one) or None,
+        Column("why", "why not", "", "In which stage it was ruled out, and why; for the last settings, "
+               "how far behind they are.", lambda one: _why(one) or None,
                is_number=False),
     )  # fmt: skip
 
@@ -170,8 +170,8 @@ def _exchange_column(strategy: str, nbytes: float, pieces: int, *, is_all: bool)
     """
     gradients = strategy.partition(":")[0] == "gradient_averaging"
     how = f"in {counted(pieces, 'bucket')}" if gradients else "whole" if is_all else "(a part)"
-    meaning = f"Mean time to exchange {_size(nbytes)} with {strategy}, from when the last rank had come"
-    meaning += "; of several buckets what backward did not hide." if pieces > 1 else "."
+    meaning = f"Mean time to exchange {_size(nbytes)} with {strategy}, from when the last rank arrived"
+    meaning += "; with several buckets, the part that backward did not hide." if pieces > 1 else "."
 
     def seconds(one: BackendRecord) -> float | None:
         return next((each.seconds for each in one.exchanges if each.strategy == strategy), None)
@@ -213,8 +213,8 @@ def _measured_text(record: TuneRecord) -> str:
     where = "between nodes" if links[0].crosses else "inside a node"
     return (
         f"Measured on {formatting.rank_count(record.settings['ranks'])}; latency and bandwidth are those of "
-        f"the link {where}, fitted as by speechdp simulate [90 % interval]; ms are means of an exchange once "
-        "its last rank has come, in several buckets of what backward did not hide."
+        f"the link {where}, fitted as by speechdp simulate [90 % interval]; ms are means of an exchange "
+        "from when its last rank arrived; with several buckets, of the part that backward did not hide."
     )
 
 

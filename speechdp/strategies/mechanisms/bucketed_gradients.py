@@ -116,7 +116,7 @@ class BucketedGradients(Strategy):
             for index, parameter in enumerate(self.replica.model_parameters):
                 needs_gradient = parameter.requires_grad
                 parameter.requires_grad_(True)  # a parameter that is frozen now may be trained later
-                parameter.register_post_accumulate_grad_hook(partial(_tell, own, index))  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(partial(_forward_gradient, own, index))  # type: ignore[no-untyped-call]
                 parameter.requires_grad_(needs_gradient)
 
     def _make_low_rank_sum(self) -> LowRankSum | None:
@@ -273,7 +273,7 @@ class BucketedGradients(Strategy):
                 self._low_rank.load_state_dict(part)
 
 
-def _tell(own: weakref.ref[BucketedGradients], tensor_index: int, _: Tensor) -> None:
+def _forward_gradient(own: weakref.ref[BucketedGradients], tensor_index: int, _: Tensor) -> None:
     """Tell a strategy, if it still exists, that the gradient of one of its tensors is complete."""
     strategy = own()
     if strategy is not None:

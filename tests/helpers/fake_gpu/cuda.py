@@ -1,4 +1,4 @@
-"""CUDA without a GPU: tensors without data that are on a device, streams and events that note their order.
+"""CUDA without a GPU: tensors without data that are on a device, streams and events that record their order.
 
 `load` is called before anything imports torch; `fake_cuda` then makes torch believe in a GPU, in this process
 alone.  Operations that mix tensors of the host with those of the device raise, as CUDA's would.
@@ -34,7 +34,7 @@ def load(library: Path) -> None:
 
 
 class Stream:
-    """Notes what it is told."""
+    """Records the operations that are queued on it."""
 
     def __init__(self, log: Log, name: str) -> None:
         self.log, self.name = log, name
@@ -68,7 +68,7 @@ class Event:
 
 @contextlib.contextmanager
 def fake_cuda() -> Iterator[Log]:
-    """Give torch a GPU for the block, whose tensors have no data; yield what its streams were told.
+    """Give torch a GPU for the block, whose tensors have no data; yield what its streams recorded.
 
     A number that is read from a tensor is 1, and no element of a mask is 0.  Tensors without data are for one
     thread at a time: whoever lets a `JobThread` begin waits until its job is done.

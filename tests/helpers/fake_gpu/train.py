@@ -1,4 +1,4 @@
-"""Train, evaluate and save on a GPU that there is not.
+"""Train, evaluate and save on a fake GPU.
 
     python -m tests.helpers.fake_gpu.train LIBRARY TASK PRECISION STRATEGY... [-- TASK PRECISION ...]
 
@@ -51,7 +51,7 @@ FRAMES = 3
 
 
 def _exchanged(x: Tensor, *, load: bool = True) -> None:
-    """Let an exchange see `x` as back-ends do that read the host's memory."""
+    """Access `x` in an exchange as back-ends do that read the host's memory."""
     staged = Staged(x, load=load)
     buffer = staged.fetch()
     assert not buffer.is_cuda, "a back-end is handed the device's memory"
@@ -86,7 +86,7 @@ class _Peers(PeerCommunicator):
 
 
 class StagedCommunicator(Communicator):
-    """The first of several ranks that exchange over the host's memory; the others are not there.
+    """The first of several ranks that exchange over the host's memory; the others do not exist.
 
     Args:
         size: number of ranks.
@@ -191,7 +191,7 @@ def _train_all(task_name: str, precision_name: str, *strategies: str) -> None:
 
 
 def _in_a_fork(words: tuple[str, ...]) -> int:
-    """Do it in a process that has nothing of the others' but what is imported; return its exit code."""
+    """Run it in a forked process that shares only the imports; return its exit code."""
     pid = os.fork()
     if pid:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -1,4 +1,4 @@
-"""A command of ours over ranks, each of which begins to write a file and comes no further.
+"""A command of ours over ranks, each of which begins to write a file and never finishes it.
 
 python tests/helpers/rank_programs/writing.py FOLDER decode RUN DATA
 """

@@ -1,4 +1,4 @@
-"""Makes the ranks of a job under test wait at gates (tests/helpers/gates.py).
+"""Make the ranks of a job under test wait at gates (tests/helpers/gates.py).
 
 Nothing else is imported for that: the trainer is changed once the program itself has imported it.
 """
@@ -21,7 +21,7 @@ _POLL_S = 0.01
 
 
 class _Changing(importlib.abc.MetaPathFinder):
-    """Finds the module of the trainer, once, and has it changed as soon as it is imported."""
+    """Finds the trainer's module, once, and patches it as soon as it is imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -62,7 +62,7 @@ def _change(trainer_class: Any) -> None:
 
 
 def put_gates_up() -> None:
-    """Let the trainer wait at the gates that stand in the environment."""
+    """Make the trainer wait at the gates that the environment names."""
     if "SPEECHDP_TEST_GATES" not in os.environ:
         return
     if _TRAINER in sys.modules:  # in a fork

@@ -1,4 +1,4 @@
-"""A Python that has just started has the fork server do its work, and stands for the process that does.
+"""Let the fork server run the program of this new Python process, which then represents the fork.
 
 It imports little: it takes the place of importing torch, 3 s of a core.  See tests/helpers/fork_server.py.
 """
@@ -21,7 +21,7 @@ _LIMITS = ("AS", "CPU", "DATA", "FSIZE", "NOFILE", "STACK", "CORE")
 
 
 def hand_over(address: str) -> None:
-    """Have this program run by a fork of the server, and end as that does; return where it is to run here."""
+    """Let a fork of the server run this program and end with its exit status; return if it must run here."""
     arguments = sys.orig_argv[1:]
     is_program = arguments[:2] == ["-m", "speechdp"] or (
         arguments[:1] == ["-m"] and "".join(arguments[1:2]).startswith("tests.")
@@ -37,7 +37,7 @@ def hand_over(address: str) -> None:
 
 
 def _request(arguments: list[str]) -> dict[str, object]:
-    """Return what the fork must know to be what this process would have been."""
+    """Return what the fork needs to take this process's identity."""
     return {
         "arguments": arguments,
         "orig_argv": sys.orig_argv,
@@ -59,7 +59,7 @@ def namespaces() -> list[str]:
 
 
 def _descriptors() -> list[int]:
-    """Return what was handed to this process besides the standard streams."""
+    """Return the open file descriptors of this process besides the standard streams."""
     found = []
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
         try:
@@ -77,14 +77,14 @@ def _umask() -> int:
 
 
 class _Standing:
-    """Stands for the process that does the work: hands it signals, ends as it does, and it with this one."""
+    """Represents the fork: forwards signals to it, ends as it does, and the fork ends with this process."""
 
     def __init__(self, connection: socket.socket, address: str, request: bytes) -> None:
         self._connection, self._address, self._request = connection, address, request
         self._pid, self._early = 0, list[int]()
 
     def stand(self) -> None:
-        """Ask for the work, and do not return unless the server refuses it or is not there."""
+        """Request the work; return only if the server refuses it or does not exist."""
         before = {number: signal.getsignal(number) for number in SIGNALS}
         for number, handler in before.items():
             if handler != signal.SIG_IGN:

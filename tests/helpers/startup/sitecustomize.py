@@ -1,4 +1,4 @@
-"""What a process of a job under test does first: Python imports it as it starts."""
+"""Runs first in every process of a job under test: Python imports it at start."""
 
 import os
 

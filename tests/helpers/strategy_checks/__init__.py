@@ -1,4 +1,4 @@
-"""The identities every strategy is held to (float64, 1e-9), as checks that run on any communicator.
+"""Identities that every strategy must satisfy (float64, 1e-9), as checks that run on any communicator.
 
 Every check is collective: all ranks call it with their communicator, on threads or under mpirun.  Each module
 here has a tuple CHECKS; NEEDS_PEERS = True in a module says that its checks need messages between two ranks.

@@ -73,7 +73,7 @@ class Descent(StrategyRun):
         self.strategy.pause()
 
     def scatter(self) -> None:
-        """Give every rank parameters of its own; only while paused."""
+        """Give every rank its own parameters; only while paused."""
         generator = torch.Generator().manual_seed(self.comm.rank)
         self.replica.parameters.values.copy_(torch.randn(_SIZE, generator=generator, dtype=torch.float64))
 
@@ -209,7 +209,7 @@ def nothing_is_left_after_a_pause(comm: Communicator) -> None:
 
 
 def _assert_no_message_is_under_way(comm: Communicator, run: StrategyRun) -> None:
-    """Send a word from everybody to everybody: whatever was left of the session would come before it."""
+    """Send a message between all ranks: any message left over from the session would arrive before it."""
     comm.barrier()  # ranks that have not paused yet still receive
     peers, word = run.strategy.peers, torch.tensor([12345])
     for tag in (run.strategy._gossip._session, 500):  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What adaptive_averaging owes: the rule for its period, and that all ranks agree on it."""
+"""Check adaptive_averaging: the rule for its period, and that all ranks agree on it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def a_constant_schedule_is_model_averaging(comm: Communicator) -> None:
 
 
 def _report(run: StrategyRun, loss_of_step: Callable[[int], float]) -> None:
-    """Let a rank's mean loss look so, whatever it is."""
+    """Replace a rank's reported mean loss."""
     observer = run.strategy.observer
     assert observer is not None
     observe = observer.observe_loss
@@ -78,7 +78,7 @@ def the_period_follows_the_mean_of_all_ranks(comm: Communicator) -> None:
 
 
 def a_loss_that_is_negative_at_first_is_refused(comm: Communicator) -> None:
-    """The period stayed as it was given for ever, unsaid."""
+    """Before, the period silently never changed."""
     run = StrategyRun(comm, "adaptive_averaging:period=5,interval=1")
     _report(run, lambda step: -1.5)
     try:

@@ -1,4 +1,4 @@
-"""What model_averaging owes with the rules that Kaldi averages by: first, leave_out, max_change, combine."""
+"""Check model_averaging with Kaldi's averaging rules: first, leave_out, max_change, combine."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def a_rank_gone_astray_is_left_out(comm: Communicator) -> None:
 
 
 def _report_worse(run: StrategyRun, worse: float) -> None:
-    """Let a rank's objective look worse by so many nats a frame in the first two steps."""
+    """Lower a rank's reported objective, nats per frame, in the first two steps."""
     observer = run.strategy.observer
     assert observer is not None
     observe = observer.observe_loss

@@ -116,7 +116,7 @@ def neutral_constants_are_model_averaging(comm: Communicator) -> None:
 
 
 def relations_between_outer_strategies(comm: Communicator) -> None:
-    """Compare where ranks go on from after each exchange, which is what the methods have in common."""
+    """Compare the parameters after each exchange, which the methods have in common."""
     for one, other in (
         ("slowmo:beta=0.6,alpha=0.8", "bmuf:eta=0.6,zeta=0.8,momentum=keep"),
         (

@@ -1,4 +1,4 @@
-"""What every strategy that trains apart and exchanges once a period is held to."""
+"""Checks of every strategy whose ranks train separately and exchange once a period."""
 
 from __future__ import annotations
 

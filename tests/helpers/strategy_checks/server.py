@@ -251,7 +251,7 @@ def restore(
     parameters: Tensor,
     optimizer: dict[str, Tensor],
 ) -> None:
-    """Take up a state as the trainer does."""
+    """Load a state as the trainer does."""
     run.strategy.load_state_dict(state)
     run.replica.parameters.values.copy_(parameters)
     run.replica.load_optimizer_tensors(optimizer)

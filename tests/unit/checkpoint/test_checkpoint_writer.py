@@ -180,17 +180,21 @@ def test_a_rank_that_writes_nothing_is_named_with_its_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(monkeypatch, checkpoint_writer, "write_rank_file", rank_file="rank-0002.safetensors")
-    has_told, tell, collect = threading.Event(), checkpoint_writer.tell, CheckpointWriter._collect
+    has_reported, hand_over_entry, collect = (
+        threading.Event(),
+        checkpoint_writer.hand_over_entry,
+        CheckpointWriter._collect,
+    )
 
-    def telling(*arguments: Any) -> None:
-        tell(*arguments)
-        has_told.set()
+    def hand_over_entry_and_report(*arguments: Any) -> None:
+        hand_over_entry(*arguments)
+        has_reported.set()
 
     def collecting(*arguments: Any) -> None:
-        assert has_told.wait(LIMIT_S)  # rank 1, whose disk may be slower than rank 0 is patient
+        assert has_reported.wait(LIMIT_S)  # rank 1, whose disk may be slower than rank 0 is patient
         collect(*arguments)
 
-    monkeypatch.setattr(checkpoint_writer, "tell", telling)
+    monkeypatch.setattr(checkpoint_writer, "hand_over_entry", hand_over_entry_and_report)
     monkeypatch.setattr(CheckpointWriter, "_collect", collecting)
 
     def train(comm: Communicator) -> None:
@@ -469,8 +473,8 @@ def test_a_broken_checkpoint_does_not_push_out_the_one_that_was_loaded(tmp_path:
     for step in (200, 220):
         (tmp_path / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step-00000300").mkdir()
-    prune(tmp_path, [300], gone_on_from=200)  # 220 could not be read
+    prune(tmp_path, [300], resumed_from=200)  # 220 could not be read
     assert list(checkpoint_steps(tmp_path)) == [300, 200]
     (tmp_path / "checkpoints" / "step-00000400").mkdir()
-    prune(tmp_path, [300, 400], gone_on_from=200)
+    prune(tmp_path, [300, 400], resumed_from=200)
     assert list(checkpoint_steps(tmp_path)) == [400, 300]

@@ -12,7 +12,7 @@ from speechdp.cli.inspect import describe
 from speechdp.data.prepare.pipeline import prepare
 from speechdp.data.shards.dataset import FLAT, Dataset
 from speechdp.options.prepare import PrepareOptions
-from speechdp.options.targets import tell_of_spread_targets
+from speechdp.options.targets import warn_of_spread_targets
 from tests.helpers.corpora import digit_folder, no_progress
 from tests.helpers.options import options_with
 from tests.helpers.tiny_data import write_tiny_data
@@ -56,7 +56,7 @@ def test_train_says_so_only_where_the_targets_in_data_are_learnt(
     for alignment, is_spread in ((FLAT, True), ("exact", False)):
         dataset.alignment = alignment
         said: list[str] = []
-        tell_of_spread_targets(options, open_data, said.append)
+        warn_of_spread_targets(options, open_data, said.append)
         assert ["only spread each transcript" in line for line in said] == [True] * (trusts and is_spread)
         assert all(line.startswith(f"the targets in {dataset.path} only") for line in said)
     assert len(opened) == 2 * trusts  # it is not opened where nothing can be said

@@ -10,7 +10,7 @@ from tests.helpers.listening import is_let_in
 
 def test_what_began_to_listen_in_the_block_is_shut_and_its_connections_stay() -> None:
     with socket.create_server(("127.0.0.1", 0)) as older:
-        with doors.shut_behind_us():
+        with doors.close_new_listeners():
             listener = socket.create_server(("127.0.0.1", 0))
             friend = socket.create_connection(listener.getsockname())
         with listener, friend, listener.accept()[0] as accepted:

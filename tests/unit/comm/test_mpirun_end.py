@@ -14,10 +14,10 @@ import pytest
 BEGIN = """
 import os, signal, sys, threading, time
 from speechdp.comm import environment
-from speechdp.comm.startup.mpirun_end import heed_mpirun_end
+from speechdp.comm.startup.mpirun_end import handle_mpirun_end
 from speechdp.parallel.stop import StopRequest
 from speechdp.process.ending import Ended, end_by_exception, leave_if_ended_by_mpirun
-heed_mpirun_end()
+handle_mpirun_end()
 end_by_exception((signal.SIGTERM,))
 """
 #: Waits as for another rank amid MPI, where Python runs no handler: what it says comes from there already.
@@ -78,7 +78,7 @@ def test_it_is_said_where_the_main_thread_waits_for_another_rank(tmp_path: Path)
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_nothing_is_said_where_a_rank_has_said_why(tmp_path: Path, number: int) -> None:
-    assert end_of("environment.note_told()", tmp_path, number=1) == (0, "")
+    assert end_of("environment.note_reported()", tmp_path, number=1) == (0, "")
     assert end_of(ENDED_HERE, tmp_path, number) == (-signal.SIGTERM, "")
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from speechdp.comm.environment import wait_until_heard
+from speechdp.comm.environment import wait_until_read
 from speechdp.comm.waiting import sleep_until
 
 
@@ -45,9 +45,9 @@ def test_while_it_may_be_busy_it_only_yields(sleeps: list[float]) -> None:
 
 _SAYS_AND_WAITS = """
 import os
-from speechdp.comm.environment import wait_until_heard
+from speechdp.comm.environment import wait_until_read
 os.write(2, b"why")
-wait_until_heard(3600)
+wait_until_read(3600)
 os.write(1, b"heard")
 """
 
@@ -74,7 +74,7 @@ def test_a_launcher_that_reads_nothing_is_not_waited_for(
         if not has_reader:
             os.close(reader)
         os.dup2(writer, 2)
-        wait_until_heard(within_s=1.0)
+        wait_until_read(within_s=1.0)
     finally:
         os.dup2(stderr, 2)
         for descriptor in (*[reader] * has_reader, writer, stderr):

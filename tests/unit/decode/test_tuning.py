@@ -156,7 +156,9 @@ def test_any_number_of_ranks_chooses_the_same(dataset: Dataset, size: int) -> No
 def test_each_setting_is_told_once_and_by_one_rank(dataset: Dataset) -> None:
     def run(comm: Communicator) -> tuple[list[str], int]:
         told: list[str] = []
-        tuned = tune(unsure(dataset.num_classes), dataset, "dev", DecodingOptions(), comm, say=told.append)
+        tuned = tune(
+            unsure(dataset.num_classes), dataset, "dev", DecodingOptions(), comm, print_line=told.append
+        )
         return told, len(tuned.record["trials"])
 
     (told, num_trials), (others, _) = run_threads(2, run)
@@ -195,7 +197,7 @@ def test_of_a_model_that_has_learnt_nothing_one_setting_is_tried(
 
     def run(comm: Communicator) -> tuple[list[str], tuning.Tuned, str]:
         told: list[str] = []
-        tuned = tune(same_everywhere, dataset, "dev", start, comm, say=told.append)
+        tuned = tune(same_everywhere, dataset, "dev", start, comm, print_line=told.append)
         result = decode_split(same_everywhere, dataset, "dev", tmp_path / "run", tuned.options, comm)
         return told, tuned, result.learnt_remark
 
@@ -228,7 +230,7 @@ def test_of_a_model_that_gives_blanks_alone_one_setting_is_tried(
 
     def run(comm: Communicator) -> tuple[list[str], tuning.Tuned, str]:
         told: list[str] = []
-        tuned = tune(model, dataset, "dev", start, comm, say=told.append)
+        tuned = tune(model, dataset, "dev", start, comm, print_line=told.append)
         remark = decode_split(model, dataset, "dev", tmp_path / "run", start, comm).learnt_remark
         return told, tuned, remark
 
@@ -245,7 +247,7 @@ def test_a_setting_that_takes_long_says_how_far_it_is(
     monkeypatch.setattr(tuning, "_SILENCE_S", 0.0)
     model, comm = unsure(dataset.num_classes), SerialCommunicator()
     told: list[str] = []
-    tuned = tune(model, dataset, "dev", DecodingOptions(), comm, say=told.append)
+    tuned = tune(model, dataset, "dev", DecodingOptions(), comm, print_line=told.append)
     line = r"tuning on dev: acoustic-scale 1: 2 of 5 utterances; setting 1 of at most (\d+); trying all "
     (first,) = (found for each in told if (found := re.match(line, each)))
     assert int(first[1]) >= len(tuned.record["trials"])

@@ -42,7 +42,7 @@ SSH = [
 
 @pytest.mark.parametrize(("said", "found", "remedy"), SSH)
 def test_what_ssh_says_has_its_remedy(said: str, found: str, remedy: str) -> None:
-    (finding,) = judge_reach(Reach("n2", exit_code=255, said=said))
+    (finding,) = judge_reach(Reach("n2", exit_code=255, output=said))
     assert (finding.check, finding.status, finding.hosts) == ("reachable", "fail", ("n2",))
     assert found in finding.found
     assert remedy in finding.remedy
@@ -105,7 +105,7 @@ def test_what_the_login_asks_is_understood_by_a_shell() -> None:
 def test_a_login_without_our_mark_has_failed() -> None:
     reach = look_at("n2.invalid", LOGIN, _FakeSsh("Your account is locked.\n"))
     assert (reach.exit_code, reach.is_reachable) == (1, False)
-    assert "locked" in reach.said
+    assert "locked" in reach.output
 
 
 def test_no_login_to_this_machine_nor_under_srun() -> None:
@@ -188,7 +188,7 @@ SAID = [
 
 @pytest.mark.parametrize(("line", "found", "remedy"), SAID)
 def test_known_words_of_launchers(line: str, found: str, remedy: str) -> None:
-    finding = failed(job(("node",), exit_code=1, said=["-----", line]))
+    finding = failed(job(("node",), exit_code=1, output=["-----", line]))
     assert found in finding.found
     assert remedy in finding.remedy
     assert finding.hosts == ("n2",)
@@ -199,7 +199,7 @@ def test_own_words_of_a_rank_and_a_crash() -> None:
         "noise",
         "speechdp: rank 1 on n2: the horovod back-end computes wrong sums; choose another back-end",
     ]
-    assert failed(job(("node.",), ("node.",), exit_code=1, said=said)).found.startswith(
+    assert failed(job(("node.",), ("node.",), exit_code=1, output=said)).found.startswith(
         "rank 1 on n2: the horovod"
     )
     crash = job(
@@ -209,20 +209,20 @@ def test_own_words_of_a_rank_and_a_crash() -> None:
 
 
 def test_a_launcher_that_failed_for_no_known_reason() -> None:
-    finding = failed(job(("a.",), ("a.",), exit_code=7, said=["----", "It is late."]))
+    finding = failed(job(("a.",), ("a.",), exit_code=7, output=["----", "It is late."]))
     assert "exit code 7 (It is late.)" in finding.found
 
 
 FAKE_LAUNCHER = """
 import os, subprocess, sys, time
-from speechdp.doctor.wire import Report, Speaker
-Speaker(0).say(Report(0, "node", is_end=False, limit_s=0.2))
+from speechdp.doctor.wire import Report, ReportWriter
+ReportWriter(0).write(Report(0, "node", is_end=False, limit_s=0.2))
 print("a word", file=sys.stderr)
 if {hangs}:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     print("child", child.pid, flush=True)
     time.sleep(600)
-Speaker(0).say(Report(0, "node", is_end=True, facts={{"host": "n1"}}))
+ReportWriter(0).write(Report(0, "node", is_end=True, facts={{"host": "n1"}}))
 sys.exit(3)
 """
 
@@ -232,7 +232,7 @@ def test_a_job_is_heard_to_its_end(recwarn: pytest.WarningsRecorder) -> None:
     argv = [sys.executable, "-c", FAKE_LAUNCHER.format(hangs=False)]
     record = run_probe(argv, os.environ, 1, DEADLINE_S)
     assert (record.exit_code, record.ranks[0].facts) == (3, {"node": {"host": "n1"}})
-    assert record.said == ["a word"]
+    assert record.output == ["a word"]
     assert [str(warning.message) for warning in recwarn] == []  # such as a pipe that was left open
 
 
@@ -249,7 +249,7 @@ def test_a_job_nothing_more_comes_from_is_ended_with_all_below_it(monkeypatch: p
     argv = [sys.executable, "-c", FAKE_LAUNCHER.format(hangs=True)]
     record = run_probe(argv, os.environ, 1, 0.5)
     assert (record.exit_code, record.ranks[0].open_part) == (None, "node")
-    (child,) = (int(line.split()[1]) for line in record.said if line.startswith("child"))
+    (child,) = (int(line.split()[1]) for line in record.output if line.startswith("child"))
     deadline_s = time.monotonic() + DEADLINE_S
     while is_running(child) and time.monotonic() < deadline_s:
         time.sleep(0.01)

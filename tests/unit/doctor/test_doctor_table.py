@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from speechdp.doctor.finding import Finding, ok, some_of, who_has_what
+from speechdp.doctor.finding import Finding, hosts_by_value, ok, some_of
 from speechdp.doctor.table import print_findings
 
 FINDINGS = [
@@ -52,5 +52,5 @@ def test_a_finding_that_is_not_well_has_a_remedy() -> None:
 
 
 def test_values_are_told_with_their_hosts() -> None:
-    assert who_has_what({"a": 1, "b": 2, "c": 1, "d": ""}) == "1 (a, c), 2 (b), none (d)"
+    assert hosts_by_value({"a": 1, "b": 2, "c": 1, "d": ""}) == "1 (a, c), 2 (b), none (d)"
     assert some_of("abcdef") == "a, b, c, d and 2 more"

@@ -316,7 +316,8 @@ def test_before_all_rates_are_tried_the_report_says_so(tmp_path: Path) -> None:
         compare(tmp_path, StopsSoon(), (0.001, 0.002))
     text = " ".join(write_comparison(tmp_path).answer)
     assert (
-        "1 of 4 runs that try learning rates are still to come; strategies are shown when theirs are done."
+        "1 of 4 runs that try learning rates have not finished yet; a strategy is shown once all of its "
+        "own have."
     ) in text
     training = MadeUpTraining()
     compare(tmp_path, training, (0.001, 0.002))

@@ -58,7 +58,7 @@ def sweep(dataset: Dataset, out: Path, *periods: str) -> int:
 def test_a_run_that_diverges_ends_no_other_and_is_shown(
     dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train = training.train_or_go_on
+    train = training.train_or_resume
 
     def diverge(session: Session, options: TrainOptions, run_dir: Path) -> None:
         train(session, options, run_dir)
@@ -66,7 +66,7 @@ def test_a_run_that_diverges_ends_no_other_and_is_shown(
             (run_dir / "completed.json").unlink()
             raise DivergedError(DIVERGED)
 
-    monkeypatch.setattr(training, "train_or_go_on", diverge)
+    monkeypatch.setattr(training, "train_or_resume", diverge)
     assert sweep(dataset, tmp_path, "1", "2") == 1
     record = json.loads((tmp_path / "sweep.json").read_text())
     assert record["failed"] == {"model_averaging-1": DIVERGED} and record["completed"] is False
@@ -247,7 +247,7 @@ def test_rank_0_alone_hears_of_a_signal_that_another_has_got(
                 assert session.stop is not None and session.stop.received == "SIGUSR1"
                 raise Stopped
 
-    monkeypatch.setattr(training, "train_or_go_on", train)
+    monkeypatch.setattr(training, "train_or_resume", train)
     monkeypatch.setattr(stop, "_INTERVAL_S", 0.0)
 
     def rank(comm: Communicator) -> None:
@@ -265,7 +265,7 @@ def test_rank_0_alone_that_fails_lets_the_others_know(
     def train(session: Session, options: TrainOptions, run_dir: Path) -> None:
         raise DivergedError(DIVERGED)
 
-    monkeypatch.setattr(training, "train_or_go_on", train)
+    monkeypatch.setattr(training, "train_or_resume", train)
 
     def rank(comm: Communicator) -> str | None:
         session = Session(dataset, comm, torch.device("cpu"))

@@ -10,7 +10,7 @@ import pytest
 
 from speechdp.errors import ConfigError, RunError
 from speechdp.experiments.profile.common_start import start_of
-from speechdp.experiments.profile.jobs import merged, news
+from speechdp.experiments.profile.jobs import job_summary, merged
 from speechdp.experiments.profile.record import JobEntry, read_profile, read_record, write_record
 from speechdp.experiments.record import FAILED
 from tests.helpers.profiles import MadeUpProfile, write_profile
@@ -188,7 +188,7 @@ def test_another_profile_in_the_folder_is_refused(out: Path) -> None:
 
 
 def test_the_news_of_a_job_leave_out_the_warm_up(out: Path) -> None:
-    line = news(read_profile(out).jobs[0], 3)
+    line = job_summary(read_profile(out).jobs[0], 3)
     milliseconds = float(line.split()[0])
     assert 500 < milliseconds < 540 and "(decoder 5" in line  # the made-up step takes 0.513 s
 

@@ -17,7 +17,7 @@ from speechdp.cli.tune import TuneOptions, _strategies_for
 from speechdp.comm.device import RANKS_PER_GPU
 from speechdp.errors import ConfigError
 from speechdp.experiments.compare.plan import checked_strategies
-from speechdp.experiments.tune.curves import Curve, Finish, finishes, shrinkage, untold
+from speechdp.experiments.tune.curves import Curve, Finish, finishes, indistinguishable, shrinkage
 from speechdp.experiments.tune.jobs import steps_of_turn
 from speechdp.experiments.tune.plan import (
     STRATEGIES,
@@ -295,15 +295,15 @@ def test_settings_further_apart_than_seeds_explain_are_told_apart() -> None:
         "e": Finish((20.0, None), (-1.0, -1.02)),
     }
     exact = dict.fromkeys(ends, (1.0, 1.0))
-    assert untold([*ends], ends, exact) == ("c", "e")
+    assert indistinguishable([*ends], ends, exact) == ("c", "e")
     # Times are at raced speeds, which are not known exactly either.
-    assert untold([*ends], ends, {**exact, "b": (0.9, 1.2)}) == ("b", "c", "e")
-    assert untold([*ends], ends, {**exact, "a": (0.8, 1.1)}) == ("b", "c", "e")
+    assert indistinguishable([*ends], ends, {**exact, "b": (0.9, 1.2)}) == ("b", "c", "e")
+    assert indistinguishable([*ends], ends, {**exact, "a": (0.8, 1.1)}) == ("b", "c", "e")
 
 
 def test_one_seed_each_tells_nothing_apart() -> None:
     ends = {"a": Finish((10.0,), (-1.0,)), "b": Finish((99.0,), (-2.0,))}
-    assert untold(["a", "b"], ends, dict.fromkeys(ends, (1.0, 1.0))) == ("b",)
+    assert indistinguishable(["a", "b"], ends, dict.fromkeys(ends, (1.0, 1.0))) == ("b",)
 
 
 @pytest.mark.parametrize("seeds", [2, 3])
@@ -312,7 +312,9 @@ def test_settings_that_learn_equally_fast_are_told_apart_in_5_of_100_searches(se
     for _ in range(1_000):
         found = [tuple(drawn.lognormvariate(3.0, 0.2) for _ in range(seeds)) for _ in range(2)]
         ends = [Finish(times, (-1.0,) * seeds) for times in sorted(found, key=sum)]
-        told += not untold(["a", "b"], dict(zip("ab", ends, strict=True)), dict.fromkeys("ab", (1.0, 1.0)))
+        told += not indistinguishable(
+            ["a", "b"], dict(zip("ab", ends, strict=True)), dict.fromkeys("ab", (1.0, 1.0))
+        )
     assert (
         told <= 71
     )  # the level is 50, of which 3 standard deviations are 21; by their ranges it would be 330 and 100

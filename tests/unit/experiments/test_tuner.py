@@ -276,7 +276,7 @@ def timed_search(
     """Return what a search finds, and what it says."""
     told: list[str] = []
     monkeypatch.setattr(tune_search, "time", SimpleNamespace(monotonic=jobs.monotonic))
-    return search(jobs.out, jobs, say=told.append, **options), told
+    return search(jobs.out, jobs, print_line=told.append, **options), told
 
 
 def target_of(value: float) -> TunedTarget:
@@ -288,7 +288,7 @@ def search(
     jobs: Jobs,
     texts: Sequence[str] = (GRADIENTS, SHORT, LONG, DPSGD),
     backends: tuple[str, ...] = ("mpi",),
-    say: Callable[[str], None] = lambda line: None,
+    print_line: Callable[[str], None] = lambda line: None,
     **changes: Any,
 ) -> TuneRecord:
     values: dict[str, Any] = {
@@ -304,7 +304,7 @@ def search(
         "trained": {"data": "x"},
         **changes,
     }
-    return Tuner(TuneRequest(**values), jobs, say).run()  # type: ignore[arg-type]
+    return Tuner(TuneRequest(**values), jobs, print_line).run()  # type: ignore[arg-type]
 
 
 def test_the_setting_that_learns_fastest_is_chosen_not_the_fastest(tmp_path: Path) -> None:
@@ -362,9 +362,7 @@ def test_doubts_about_predictions_are_told_where_something_rests_on_them(tmp_pat
     assert "predict" not in cautions(Search(record, {}, loads={}))
     mpi_busy = {"mpi": OutsideLoad(0.98, 0.0)}
     busy = cautions(Search(record, {}, loads=mpi_busy))
-    assert (
-        "(mpi: 0.98 cores busy with other work), by which predictions may be off: what was ruled out" in busy
-    )
+    assert "(mpi: 0.98 cores busy with other work), so predictions may be wrong: what was ruled out" in busy
     assert "(1 setting) should be searched for again" in busy and "back-end was chosen" not in busy
     failed = replace(record, backends=(*record.backends, BackendRecord("torch")))
     assert "back-end was chosen" not in cautions(Search(failed, {}, loads=mpi_busy))
@@ -409,7 +407,7 @@ def test_a_search_that_is_over_is_judged_again_by_another_target(tmp_path: Path)
     jobs = Jobs(tmp_path)
     search(tmp_path, jobs, target=target_of(-1e-9))
     trained = set(jobs.trained)
-    record = search(tmp_path, jobs, target=target_of(-0.005), say=told.append)
+    record = search(tmp_path, jobs, target=target_of(-0.005), print_line=told.append)
     assert set(jobs.trained) == trained and record == read_tune(tmp_path)
     assert told == [f"{tmp_path}: this search is over; its runs are judged by the target given now"]
     fresh = search(tmp_path / "fresh", Jobs(tmp_path / "fresh"), target=target_of(-0.005))
@@ -432,7 +430,7 @@ def test_another_target_stays_to_be_judged_by_where_that_is_interrupted(tmp_path
     assert kept is not None and kept.settings["target"] == -1e-9 and kept.chosen == first.chosen
     jobs.stops_after = None
     told: list[str] = []
-    record = search(tmp_path, jobs, target=target_of(-0.005), say=told.append)
+    record = search(tmp_path, jobs, target=target_of(-0.005), print_line=told.append)
     assert told[0] == f"{tmp_path}: this search is over; its runs are judged by the target given now"
     assert record.settings["target"] == -0.005 and record.target == -0.005
 
@@ -606,7 +604,7 @@ def test_a_back_end_that_fails_later_is_named(tmp_path: Path) -> None:
 
 def test_a_job_that_is_lost_once_is_tried_again(tmp_path: Path) -> None:
     told: list[str] = []
-    record = search(tmp_path, Jobs(tmp_path, breaks={SHORT: 1}), say=told.append)
+    record = search(tmp_path, Jobs(tmp_path, breaks={SHORT: 1}), print_line=told.append)
     assert (
         record.chosen == SHORT and f"halving: {SHORT} failed and is tried once more: rank 1 was lost" in told
     )
@@ -621,7 +619,7 @@ def test_a_run_that_has_diverged_is_not_tried_again(tmp_path: Path) -> None:
 
     told: list[str] = []
     jobs = Diverging(tmp_path)
-    record = search(tmp_path, jobs, say=told.append)
+    record = search(tmp_path, jobs, print_line=told.append)
     assert record.of(SHORT).why == "it failed: its held-out value is not finite"
     assert [name for name, _, _ in jobs.trained].count(SHORT) == 1
     assert not any("tried once more" in line for line in told)
@@ -647,7 +645,7 @@ def test_a_training_that_comes_to_its_end_before_the_others_is_not_started_again
 
     told: list[str] = []
     jobs = Ending(tmp_path)
-    record = search(tmp_path, jobs, say=told.append)
+    record = search(tmp_path, jobs, print_line=told.append)
     assert len(record.rungs) > 1 and record.chosen == SHORT  # which has gone through all of them
     assert [(name, seed) for name, seed, _ in jobs.trained].count((SHORT, 2)) == 1
     assert not any("tried once more" in line for line in told)
@@ -658,7 +656,7 @@ def test_a_rung_is_one_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(tune_search, "time", SimpleNamespace(monotonic=lambda: 0.0))
     told: list[str] = []
     jobs = Together(tmp_path)
-    record = search(tmp_path, jobs, say=told.append)
+    record = search(tmp_path, jobs, print_line=told.append)
     expected = search(tmp_path / "each", Jobs(tmp_path / "each"))
     assert record.chosen == expected.chosen and record.completed
     assert [one.settings for one in record.rungs] == [one.settings for one in expected.rungs]
@@ -678,7 +676,7 @@ def test_a_run_that_fails_in_a_job_of_several_is_tried_alone_and_the_others_go_o
 ) -> None:
     told: list[str] = []
     jobs = Together(tmp_path, breaks={SHORT: 1})
-    record = search(tmp_path, jobs, say=told.append)
+    record = search(tmp_path, jobs, print_line=told.append)
     assert record.chosen == SHORT and jobs.alone == [SHORT]  # of the first rung
     assert [count for count, _ in jobs.jobs][:2] == [3, 1]
     assert f"halving: {SHORT} failed and is tried once more: rank 1 was lost" in told
@@ -700,7 +698,7 @@ def test_a_job_that_would_take_too_long_ends_early_and_the_search_with_it(
     clock = SimpleNamespace(now_s=0.0)
     monkeypatch.setattr(tune_search, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
     jobs, told = Capped(tmp_path), list[str]()
-    record = search(tmp_path, jobs, say=told.append)
+    record = search(tmp_path, jobs, print_line=told.append)
     assert [count for count, _ in jobs.jobs] == [3, 2] and len(record.rungs) == 1 and record.completed
     assert "halving: the budget is used up, so settings are judged by what they have trained" in told
 
@@ -715,7 +713,7 @@ def test_a_job_that_leaves_nothing_is_no_fault_of_the_other_settings(tmp_path: P
 
     told: list[str] = []
     jobs = Empty(tmp_path)
-    record = search(tmp_path, jobs, say=told.append)
+    record = search(tmp_path, jobs, print_line=told.append)
     assert record.chosen == SHORT and jobs.alone == [GRADIENTS]
     assert f"halving: {GRADIENTS} failed and is tried once more: it was not trained" in told
 
@@ -734,7 +732,7 @@ def test_a_search_that_is_stopped_in_a_job_of_several_goes_on(tmp_path: Path) ->
 def test_a_search_that_is_over_says_so(tmp_path: Path) -> None:
     told: list[str] = []
     search(tmp_path, Jobs(tmp_path))
-    search(tmp_path, Jobs(tmp_path), budget_s=5000.0, say=told.append)
+    search(tmp_path, Jobs(tmp_path), budget_s=5000.0, print_line=told.append)
     assert told == [f"{tmp_path}: this search is over; for another one give another folder"]
 
 
@@ -844,7 +842,7 @@ class LongRace(Jobs):
 def test_a_budget_that_is_too_small_is_refused_before_the_race(tmp_path: Path) -> None:
     jobs, told = LongRace(tmp_path), list[str]()
     with pytest.raises(ConfigError) as refused:
-        search(tmp_path, jobs, budget_s=10.0, say=told.append)
+        search(tmp_path, jobs, budget_s=10.0, print_line=told.append)
     assert (
         "the shortest race of 3 settings is expected to take 4.0 s, and training 3 settings rung by rung"
         in str(refused.value)
@@ -946,7 +944,7 @@ def test_what_a_back_end_refuses_is_ruled_out_before_the_race_and_names_it(tmp_p
             return kind((), Besides(0.0, 0.5), self.factors[backend])
 
     jobs, told = OfTwo(tmp_path), list[str]()
-    record = search(tmp_path, jobs, texts=(GRADIENTS, SHORT, LONG), batch_sizes=(8,), say=told.append)
+    record = search(tmp_path, jobs, texts=(GRADIENTS, SHORT, LONG), batch_sizes=(8,), print_line=told.append)
     assert (record.of(LONG).out_in, record.of(LONG).predicted) == ("measure", None)
     assert record.of(LONG).why == "the mpi back-end cannot sum that type"
     assert jobs.raced[0] == [GRADIENTS, SHORT, f"{GRADIENTS} batch=8", f"{SHORT} batch=8"]
@@ -1060,7 +1058,7 @@ def test_a_rank_that_is_killed_is_no_fault_of_the_back_end(tmp_path: Path) -> No
             return super().measure(backend, knows_start=knows_start)
 
     told: list[str] = []
-    record = search(tmp_path, Loses(tmp_path), say=told.append)
+    record = search(tmp_path, Loses(tmp_path), print_line=told.append)
     assert record.completed and record.backend == "mpi"
     assert sum("is tried once more: rank 1 on vm was killed" in line for line in told) == 1
 
@@ -1156,7 +1154,7 @@ def test_where_one_alone_could_race_its_learning_rates_are_trained(tmp_path: Pat
     told: list[str] = []
     jobs = OneRaces(tmp_path)
     texts = (GRADIENTS, SHORT)
-    record = search(tmp_path, jobs, texts=texts, learning_rates=(0.1, 0.2), say=told.append)
+    record = search(tmp_path, jobs, texts=texts, learning_rates=(0.1, 0.2), print_line=told.append)
     held = f"skipped, because only {GRADIENTS} could take part: {SHORT}: it failed: the loss is nan"
     assert f"race: {held}" in told
     assert record.of(SHORT).why == "it failed: the loss is nan" and record.completed
@@ -1312,12 +1310,12 @@ def test_the_only_one_left_is_not_said_to_be_the_soonest(tmp_path: Path) -> None
 
 def test_that_the_budget_begins_anew_without_a_record_is_said(tmp_path: Path) -> None:
     told: list[str] = []
-    search(tmp_path, Jobs(tmp_path), say=told.append)
-    search(tmp_path, Jobs(tmp_path), say=told.append)
+    search(tmp_path, Jobs(tmp_path), print_line=told.append)
+    search(tmp_path, Jobs(tmp_path), print_line=told.append)
     assert not any("starts from zero" in line for line in told)
     (tmp_path / "tune.json").unlink()
     (tmp_path / "runs").mkdir(exist_ok=True)
-    record = search(tmp_path, Jobs(tmp_path), say=told.append)
+    record = search(tmp_path, Jobs(tmp_path), print_line=told.append)
     (line,) = (line for line in told if "starts from zero" in line)
     assert line.startswith(f"{tmp_path}: tune.json is missing, so the budget starts from zero; the runs and")
     assert record.completed
@@ -1420,7 +1418,7 @@ RATES = (0.1, 0.2, 0.4)
 
 def test_what_the_race_leaves_is_trained_with_every_learning_rate(tmp_path: Path) -> None:
     jobs, told = Rated(tmp_path), list[str]()
-    record = search(tmp_path, jobs, learning_rates=RATES, say=told.append)
+    record = search(tmp_path, jobs, learning_rates=RATES, print_line=told.append)
     assert jobs.raced == [[GRADIENTS, SHORT, LONG]]  # speed is that of any learning rate
     assert "race: 3 settings left to be trained with each of 3 learning rates" in told
     left = [f"{text} rate={rate}" for text in (GRADIENTS, SHORT, LONG) for rate in RATES]
@@ -1482,7 +1480,7 @@ def test_a_search_with_learning_rates_goes_on_where_it_was_interrupted(tmp_path:
 
     told = list[str]()
     with pytest.raises(JobStopped):
-        search(tmp_path, Killed(tmp_path), learning_rates=RATES, say=told.append)
+        search(tmp_path, Killed(tmp_path), learning_rates=RATES, print_line=told.append)
     # Rates that were tried before are no further settings that are left for the race.
     assert [line for line in told if "ruled out" in line] == ["predict: 1 setting ruled out, 3 settings left"]
     kept = read_tune(tmp_path)

@@ -60,7 +60,7 @@ def test_a_rank_that_says_why_comes_first() -> None:
         "Abort(1) on node 1 (rank 1 in comm 0): application called MPI_Abort(MPI_COMM_WORLD, 1) - process 1"
     )
     faults, shown = heard(f"{said}\n{abort}\nspeechdp: rank 1 on node01: left with exit code 1\n")
-    assert [fault.kind for fault in faults] == ["said", "aborted", "exited"]
+    assert [fault.kind for fault in faults] == ["reported", "aborted", "exited"]
     assert first_cause(faults) == faults[0] and shown == said
 
 
@@ -118,7 +118,7 @@ def test_the_parent_of_a_rank(command: str, code: int, said: str) -> None:
 
 
 def test_a_rank_knows_that_its_parent_tells_and_what_it_starts_has_none() -> None:
-    asked = "from speechdp.comm.environment import has_parent_that_tells; print(has_parent_that_tells())"
+    asked = "from speechdp.comm.environment import has_parent_that_reports; print(has_parent_that_reports())"
     for between, answer in (([], "True"), (["sh", "-c", '"$@"; exit $?', "sh"], "False")):
         program = [sys.executable, "-IS", str(Path(rank_process.__file__)), *between]
         ended = subprocess.run(

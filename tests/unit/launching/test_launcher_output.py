@@ -214,7 +214,7 @@ def test_hosts_are_called_as_in_the_hostfile() -> None:
         Fault("killed", 2, "n2", signal=9),
         Fault("host lost", host="n9"),
         Fault("exited", 7),
-        Fault("said", 0, "n7"),
+        Fault("reported", 0, "n7"),
     ]
     names = ["n2.example.org", "10.0.0.1", "n2.example.org", "n9", None, "n7"]
     assert [fault.host for fault in located(faults, hosts)] == names
@@ -231,7 +231,7 @@ def test_a_message_that_comes_in_two_pieces_is_noted() -> None:
     output = LauncherOutput()
     text = b"speechdp: unknown strategy 'model_avg'"
     shown = output.feed(text) + output.feed(b"\n") + output.end()
-    assert shown == text + b"\n" and output.faults == [Fault("said")]
+    assert shown == text + b"\n" and output.faults == [Fault("reported")]
 
 
 @pytest.mark.parametrize("piece", [None, 7])
@@ -264,13 +264,13 @@ def test_a_ranks_own_line_is_shown_and_noted(tag: str, piece: int | None) -> Non
     for before in (RULE, ""):
         shown, faults = read(before + line + "rest\n", piece)
         assert shown == before + line + "rest\n"
-        assert faults == [Fault("said", 2, "n3")]
+        assert faults == [Fault("reported", 2, "n3")]
 
 
 def test_a_rank_that_does_not_know_its_number_is_noted() -> None:
     shown, faults = read("speechdp: DATA/data.json: is not there; prepare the data first\n" + EXITED)
     assert shown == "speechdp: DATA/data.json: is not there; prepare the data first\n"
-    assert faults[0] == Fault("said") and first_cause(faults) == faults[0]
+    assert faults[0] == Fault("reported") and first_cause(faults) == faults[0]
     assert faults[0].describe() == "a rank failed, its message is above"
 
 
@@ -288,7 +288,7 @@ def test_a_hung_ranks_line_names_the_hosts_that_gave_no_sign_of_life() -> None:
         "(no sign of life for 70 s), rank 1 on n2 (in data_wait for 61 s)\n"
     )
     (fault,) = read(line)[1]
-    assert fault == Fault("said", 0, "n1", exit_code=exit_codes.HUNG, silent_hosts=("n3",))
+    assert fault == Fault("reported", 0, "n1", exit_code=exit_codes.HUNG, silent_hosts=("n3",))
     assert fault.describe().startswith("the job hung; the message of rank 0 on n1 above names")
 
 
@@ -298,11 +298,11 @@ def test_a_script_whose_ranks_wait_in_vain_hangs() -> None:
         "run.save_checkpoint() for 61 s), rank 2 on n1 (no sign of life for 70 s); make the same calls\n"
     )
     (fault,) = read(line)[1]
-    assert fault == Fault("said", 1, "n1", exit_code=exit_codes.HUNG, silent_hosts=("n1",))
+    assert fault == Fault("reported", 1, "n1", exit_code=exit_codes.HUNG, silent_hosts=("n1",))
 
 
 def test_the_cause_is_what_was_killed_before_who_noticed() -> None:
-    said, killed = Fault("said", 0, "n1"), Fault("killed", 3, "n2", signal=9)
+    said, killed = Fault("reported", 0, "n1"), Fault("killed", 3, "n2", signal=9)
     asked_to_end = Fault("killed", 1, "n1", signal=15)
     assert first_cause([said, killed]) == killed
     assert first_cause([asked_to_end, said]) == said

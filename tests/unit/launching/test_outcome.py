@@ -18,7 +18,7 @@ from speechdp.launching.outcome import (
     Target,
     Verdict,
     find_target,
-    how_a_script_goes_on,
+    how_a_script_resumes,
     last_checkpoint,
     verdict,
 )
@@ -84,13 +84,13 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_not_minded(
 
 
 def test_a_folder_in_use_is_not_to_be_gone_on_with(tmp_path: Path) -> None:
-    result = verdict(JobEnd(73, None, (Fault("said", 0, "n1"),)), run_folder(tmp_path, 10))
+    result = verdict(JobEnd(73, None, (Fault("reported", 0, "n1"),)), run_folder(tmp_path, 10))
     assert (result.exit_code, result.advice) == (73, "")
 
 
 def test_what_the_launcher_tells_names_rank_and_host(tmp_path: Path) -> None:
     target = run_folder(tmp_path, 10)
-    noticed = Fault("said", 0, "n1")
+    noticed = Fault("reported", 0, "n1")
     killed = Fault("killed", 3, "n2", signal=9)
     reason = verdict(JobEnd(137, None, (noticed, killed)), target).reason
     assert reason is not None and reason.startswith("rank 3 on n2 was killed by SIGKILL, by a user or by")
@@ -109,7 +109,7 @@ def test_what_the_launcher_tells_names_rank_and_host(tmp_path: Path) -> None:
     [
         (Fault("killed", 1, signal=9), 137),
         (Fault("exited", 1, exit_code=75), 75),
-        (Fault("said", 1, "n1"), 1),
+        (Fault("reported", 1, "n1"), 1),
     ],
 )
 def test_horovodruns_exit_code_is_the_ranks(fault: Fault, exit_code: int, tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_without_a_checkpoint_it_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("exit_code", [1, 2])
 def test_a_refused_command_is_not_to_be_given_again(exit_code: int, tmp_path: Path) -> None:
-    end = JobEnd(exit_code, None, (Fault("said", 0, "n1"),))
+    end = JobEnd(exit_code, None, (Fault("reported", 0, "n1"),))
     result = verdict(end, Target("train", tmp_path, None))
     assert result.exit_code == exit_code and result.advice == ""
     assert result.reason == f"rank 0 on n1 failed, its message is above (exit code {exit_code})"
@@ -165,7 +165,7 @@ def test_a_full_disk_of_the_launcher_is_the_cause_only_where_ranks_fail_of_it(tm
     )
     assert str(result.reason).startswith("mpirun has no space for its files on n2; free some space in TMPDIR")
     assert result.advice == ""
-    said = verdict(JobEnd(1, None, (no_room, Fault("said", 0, "n1"))), Target("train", tmp_path, None))
+    said = verdict(JobEnd(1, None, (no_room, Fault("reported", 0, "n1"))), Target("train", tmp_path, None))
     assert str(said.reason).startswith("rank 0 on n1 failed, its message is above")
 
 
@@ -204,7 +204,7 @@ def test_a_sweep_is_complete_when_its_list_says_so_anew(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_fails_over_a_stop_is_told_as_a_failure(tmp_path: Path) -> None:
-    full_disk = Fault("said", 0, "n1")
+    full_disk = Fault("reported", 0, "n1")
     result = verdict(JobEnd(1, 10, (full_disk,)), run_folder(tmp_path, 7))
     assert result.exit_code == 1
     assert "stopped by SIGUSR1, and rank 0 on n1 failed, its message is above" in str(result.reason)
@@ -234,34 +234,34 @@ def test_a_script_that_was_stopped_is_told_how_it_goes_on(tmp_path: Path) -> Non
     killed, saved = JobEnd(143, 15), JobEnd(75, 2)
     itself = f"; {SCRIPT_CONTINUES}"
     here = "; the script has saved: the same command continues"
-    assert how_a_script_goes_on(killed, 143, None) == itself
-    assert how_a_script_goes_on(saved, 75, None) == here
-    assert how_a_script_goes_on(killed, 143, tmp_path) == f"; no checkpoint in {tmp_path} yet{itself}"
+    assert how_a_script_resumes(killed, 143, None) == itself
+    assert how_a_script_resumes(saved, 75, None) == here
+    assert how_a_script_resumes(killed, 143, tmp_path) == f"; no checkpoint in {tmp_path} yet{itself}"
     last = tmp_path / "checkpoints" / "step-00000009-2"
     last.mkdir(parents=True)
     (tmp_path / "checkpoints" / "step-00000010.1a2b.tmp").mkdir()
-    assert how_a_script_goes_on(saved, 75, tmp_path) == f"; last checkpoint: {last}{here}"
+    assert how_a_script_resumes(saved, 75, tmp_path) == f"; last checkpoint: {last}{here}"
     # It has said so itself; nobody has stopped it.
-    assert how_a_script_goes_on(JobEnd(76, 15), 76, tmp_path) == ""
-    assert how_a_script_goes_on(JobEnd(1, None), 1, tmp_path) == ""
+    assert how_a_script_resumes(JobEnd(76, 15), 76, tmp_path) == ""
+    assert how_a_script_resumes(JobEnd(1, None), 1, tmp_path) == ""
 
 
 def test_a_script_that_lost_a_rank_is_told_how_it_goes_on(tmp_path: Path) -> None:
     killed = JobEnd(137, None, (Fault("killed", 1, "n2", signal=9),))
     itself = f"; {SCRIPT_CONTINUES}"
-    assert how_a_script_goes_on(killed, 137, None) == itself
-    assert how_a_script_goes_on(killed, 137, tmp_path) == f"; no checkpoint in {tmp_path} yet{itself}"
+    assert how_a_script_resumes(killed, 137, None) == itself
+    assert how_a_script_resumes(killed, 137, tmp_path) == f"; no checkpoint in {tmp_path} yet{itself}"
     last = tmp_path / "checkpoints" / "step-00000009"
     last.mkdir(parents=True)
-    assert how_a_script_goes_on(killed, 137, tmp_path) == f"; last checkpoint: {last}{itself}"
-    assert how_a_script_goes_on(JobEnd(124, None), 124, None) == itself
+    assert how_a_script_resumes(killed, 137, tmp_path) == f"; last checkpoint: {last}{itself}"
+    assert how_a_script_resumes(JobEnd(124, None), 124, None) == itself
     # A run of an experiment begins anew in its folder as it is.
-    anew = how_a_script_goes_on(killed, 137, None, may_begin_anew=True)
+    anew = how_a_script_resumes(killed, 137, None, may_begin_anew=True)
     assert anew.endswith("starts over") and itself.startswith(anew)
     # What is wrong has to be mended first; nothing has failed.
     unreached = JobEnd(255, None, (Fault("not reached", None, "n2"),))
     for end in (unreached, JobEnd(73, None), JobEnd(75, None), JobEnd(0, None)):
-        assert how_a_script_goes_on(end, end.exit_code, tmp_path) == ""
+        assert how_a_script_resumes(end, end.exit_code, tmp_path) == ""
 
 
 @pytest.mark.parametrize(("command", "marker"), [("train", "completed.json"), ("sweep", "sweep.json")])

@@ -11,7 +11,7 @@ import pytest
 from speechdp.cli.main import run
 from speechdp.exit_codes import FAILED, STOPPED, STOPPED_UNSAVED
 from speechdp.launching.faults import Fault
-from speechdp.launching.requeue import is_to_go_on
+from speechdp.launching.requeue import is_to_be_resumed
 from speechdp.launching.supervise import JobEnd
 
 
@@ -31,14 +31,14 @@ from speechdp.launching.supervise import JobEnd
     ],
 )
 def test_which_commands_go_on(stop_signal: signal.Signals | None, exit_code: int, expected: bool) -> None:
-    assert is_to_go_on(JobEnd(exit_code, stop_signal), exit_code) == expected
+    assert is_to_be_resumed(JobEnd(exit_code, stop_signal), exit_code) == expected
 
 
 @pytest.mark.parametrize("exit_code", [STOPPED, 128 + signal.SIGUSR2])
 def test_a_job_that_qdel_has_deleted_does_not_come_back(exit_code: int) -> None:
     end = JobEnd(exit_code, signal.SIGUSR2)
-    assert not is_to_go_on(end, exit_code, "sge")
-    assert is_to_go_on(end, exit_code, "lsf")
+    assert not is_to_be_resumed(end, exit_code, "sge")
+    assert is_to_be_resumed(end, exit_code, "lsf")
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_job_that_qdel_has_deleted_does_not_come_back(exit_code: int) -> None:
 def test_what_would_begin_anew_goes_on_only_if_it_has_saved(
     stop_signal: signal.Signals | None, exit_code: int, expected: bool
 ) -> None:
-    assert is_to_go_on(JobEnd(exit_code, stop_signal), exit_code, begins_anew=True) == expected
+    assert is_to_be_resumed(JobEnd(exit_code, stop_signal), exit_code, begins_anew=True) == expected
 
 
 @pytest.fixture

@@ -77,7 +77,7 @@ def test_too_few_hosts_end_it_unless_fewer_ranks_will_do(tmp_path: Path) -> None
 
 def test_a_sweep_that_is_over_is_not_started_again_for_the_runs_that_have_failed(tmp_path: Path) -> None:
     job = replace(restarts(tmp_path), target=Target("sweep", tmp_path, None))
-    said = JobEnd(1, None, (Fault("said", 0, "n1"),))
+    said = JobEnd(1, None, (Fault("reported", 0, "n1"),))
     (tmp_path / "sweep.json").write_text('{"runs": ["a", "b"], "failed": {"a": "the loss is nan"}}')
     save(tmp_path / "b", 10)
     assert job.why_not(said, 1) is None  # b was under way: its disk may have been full
@@ -88,14 +88,14 @@ def test_a_sweep_that_is_over_is_not_started_again_for_the_runs_that_have_failed
 
 def test_what_would_fail_again_is_not_started_again(tmp_path: Path) -> None:
     job = restarts(tmp_path)
-    refused = JobEnd(1, None, (Fault("said", 0, "n1"),))
+    refused = JobEnd(1, None, (Fault("reported", 0, "n1"),))
     assert "it would fail in the same way" in str(job.why_not(refused, 1))
     save(tmp_path, 10)  # it had gone on: the disk may have been full for a while
     assert job.why_not(refused, 1) is None
     assert job.why_not(JobEnd(0, None), 1) is None  # Open MPI 5 after the loss of a host
     assert job.why_not(JobEnd(2, None), 2) == ""
     assert job.why_not(JobEnd(76, None), 76) == ""  # a script that was asked to stop, and saved nothing
-    assert job.why_not(JobEnd(73, None, (Fault("said", 0, "n1"),)), 73) == ""  # another job's checkpoint
+    assert job.why_not(JobEnd(73, None, (Fault("reported", 0, "n1"),)), 73) == ""  # another job's checkpoint
     assert job.why_not(JobEnd(143, 15), 143) == ""
     assert job.why_not(JobEnd(0, None), 0) == ""
 
@@ -168,11 +168,11 @@ def test_the_same_run_goes_on(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")  # the run has begun
     for given in (["--overwrite"], ["--resume"], ["--over_write", "--overwrite"]):
         kept = [word for word in given if word == "--over_write"]
-        assert job.going_on(["train", "D", "R", *given]) == ("train", "D", "R", *kept, "--resume")
+        assert job.resume_arguments(["train", "D", "R", *given]) == ("train", "D", "R", *kept, "--resume")
     sweep = Restarts(RestartPolicy(1), Hostfile("F", HOSTS), 2, Target("sweep", tmp_path, None), list)
     sweep.begin()
     (tmp_path / "sweep.json").write_text("{}")
-    assert sweep.going_on(["sweep", "D", "O", "--overwrite"]) == ("sweep", "D", "O")
+    assert sweep.resume_arguments(["sweep", "D", "O", "--overwrite"]) == ("sweep", "D", "O")
 
 
 def test_a_run_that_was_to_be_overwritten_and_is_still_there_does_not_go_on(tmp_path: Path) -> None:
@@ -180,16 +180,16 @@ def test_a_run_that_was_to_be_overwritten_and_is_still_there_does_not_go_on(tmp_
     save(tmp_path, 100)
     job = restarts(tmp_path)
     command = ["train", "D", "R", "--overwrite"]
-    assert job.going_on(command) == tuple(command)
+    assert job.resume_arguments(command) == tuple(command)
     (tmp_path / "run.json").unlink()
     (tmp_path / "run.json").write_text("{ }")
-    assert job.going_on(command) == ("train", "D", "R", "--resume")
+    assert job.resume_arguments(command) == ("train", "D", "R", "--resume")
 
 
 def test_a_checkpoint_that_was_only_deleted_is_no_progress(tmp_path: Path) -> None:
     save(tmp_path, 100)
     job = restarts(tmp_path)
-    refused = JobEnd(1, None, (Fault("said", 0, "n1"),))
+    refused = JobEnd(1, None, (Fault("reported", 0, "n1"),))
     shutil.rmtree(tmp_path / "checkpoints")
     assert "it would fail in the same way" in str(job.why_not(refused, 1))
     save(tmp_path, 100)  # written anew, at the same step
@@ -201,7 +201,7 @@ def test_a_checkpoint_by_a_clock_that_was_set_back_is_progress(tmp_path: Path) -
     job = restarts(tmp_path)
     save(tmp_path, 200)
     os.utime(tmp_path / "checkpoints" / "step-00000200", (1, 1))
-    assert job.why_not(JobEnd(1, None, (Fault("said", 0, "n1"),)), 1) is None
+    assert job.why_not(JobEnd(1, None, (Fault("reported", 0, "n1"),)), 1) is None
     assert newest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step-00000200"
     save(tmp_path / "realign" / "1", 9)  # of another run, a later one
     assert newest_checkpoint(tmp_path) == tmp_path / "realign" / "1" / "checkpoints" / "step-00000009"
@@ -313,7 +313,7 @@ def test_a_script_is_started_again_as_it_is_whatever_it_failed_with() -> None:
     assert script.why_not(failed, 1) is None
     assert script.why_not(JobEnd(143, 15), 143) == ""
     script.next_hosts(failed.faults)
-    assert script.going_on(["train.py", "--overwrite"]) == ("train.py", "--overwrite")
+    assert script.resume_arguments(["train.py", "--overwrite"]) == ("train.py", "--overwrite")
     assert "--max-restarts 1 is reached" in (script.why_not(failed, 1) or "")
 
 

@@ -17,7 +17,7 @@ from speechdp.cli.main import run
 from speechdp.launching.faults import Fault
 from speechdp.launching.hostfile import Host, Hostfile
 from speechdp.launching.outcome import Target
-from speechdp.launching.requeue import is_to_go_on
+from speechdp.launching.requeue import is_to_be_resumed
 from speechdp.launching.restarts import RestartPolicy, Restarts
 from speechdp.launching.supervise import JobEnd, StopPolicy, SupervisorStop, noted_signals, run_job
 
@@ -142,7 +142,7 @@ def test_signals_that_are_ignored_stay_ignored() -> None:
 def test_after_a_fault_what_is_left_is_killed() -> None:
     program = "import sys, time; sys.stderr.write('speechdp: rank 1 on n2: a fault\\n'); time.sleep(5000)"
     end = run_job([sys.executable, "-c", program], os.environ, StopPolicy(fault_grace_s=0.5))
-    assert end == JobEnd(128 + signal.SIGKILL, None, (Fault("said", 1, "n2"),), signal.SIGKILL)
+    assert end == JobEnd(128 + signal.SIGKILL, None, (Fault("reported", 1, "n2"),), signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_where_losses_are_tolerated_a_killed_rank_ends_nobody() -> None:
 @pytest.mark.parametrize(
     ("line", "fault"),
     [
-        ("speechdp: rank 1 on n2: rank 0 is gone", Fault("said", 1, "n2")),
+        ("speechdp: rank 1 on n2: rank 0 is gone", Fault("reported", 1, "n2")),
         ("srun: error: Node failure on n3", Fault("host lost", host="n3")),
     ],
 )
@@ -282,7 +282,7 @@ def test_a_stop_between_two_starts_ends_it(
     assert "was killed by SIGKILL" in said[0] and "the job was stopped by SIGUSR1" in said[1], said
     # Who started by hand what its queue starts again would have two jobs that wait for one folder.
     assert ("; give the same command again, with --resume" in said[1]) != requeue, said
-    assert is_to_go_on(end, result.exit_code)
+    assert is_to_be_resumed(end, result.exit_code)
 
 
 def test_only_gpus_are_waited_for_before_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ import pytest
 from speechdp.errors import ConfigError, RunError
 from speechdp.ownership import claimant, owner
 from speechdp.ownership.batch_job import SchedulerJob, find_batch_job
-from speechdp.ownership.claimant import Claimant, Fate, process_fate
+from speechdp.ownership.claimant import Claimant, ProcessState, process_state
 from speechdp.ownership.owner import OWNER_FILE, FolderOwner, OwnerTiming, StopAsked, Surroundings
 from tests.helpers.mpi import REPOSITORY
 
@@ -106,17 +106,20 @@ def test_one_that_was_killed_is_followed_at_once(tmp_path: Path) -> None:
     second.owner.acquire()
     assert second.pauses == 0 and len(second.said) == 1 and "taken over from" in second.said[0]
     # The number may be another process's by now.
-    assert process_fate(os.getpid(), 1) is Fate.GONE and process_fate(ended.pid, 1) is Fate.GONE
+    assert (
+        process_state(os.getpid(), 1) is ProcessState.GONE
+        and process_state(ended.pid, 1) is ProcessState.GONE
+    )
     assert sorted(os.listdir(tmp_path)) == [OWNER_FILE]  # noqa: PTH208
 
 
 def test_a_killed_process_that_nobody_has_waited_for_is_gone() -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     start = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19])
-    assert process_fate(process.pid, start) is Fate.ALIVE
+    assert process_state(process.pid, start) is ProcessState.ALIVE
     process.send_signal(signal.SIGKILL)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    assert process_fate(process.pid, start) is Fate.GONE
+    assert process_state(process.pid, start) is ProcessState.GONE
     process.communicate()
 
 
@@ -130,20 +133,20 @@ def test_a_process_that_ends_while_it_is_looked_at_is_gone(monkeypatch: pytest.M
         return stat(pid)
 
     monkeypatch.setattr(claimant, "_stat", late)
-    assert process_fate(process.pid, 1) is Fate.GONE
+    assert process_state(process.pid, 1) is ProcessState.GONE
 
 
 def test_what_is_known_of_a_host_that_was_started_anew_and_of_containers() -> None:
     me = replace(Claimant.here("train", {}), machine="disk", pid_namespace="pid:[4026531836]")
-    assert me.fate_of(replace(me, boot="an earlier one")) is Fate.GONE
-    assert me.fate_of(replace(me, boot="an earlier one", host="another")) is Fate.UNKNOWN
-    assert me.fate_of(replace(me, boot="an earlier one", machine="another")) is Fate.UNKNOWN
-    assert me.fate_of(replace(me, pid_namespace="pid:[1]", pid=1 << 22)) is Fate.UNKNOWN
-    assert me.fate_of(replace(me, boot="", pid=1 << 22)) is Fate.UNKNOWN
+    assert me.fate_of(replace(me, boot="an earlier one")) is ProcessState.GONE
+    assert me.fate_of(replace(me, boot="an earlier one", host="another")) is ProcessState.UNKNOWN
+    assert me.fate_of(replace(me, boot="an earlier one", machine="another")) is ProcessState.UNKNOWN
+    assert me.fate_of(replace(me, pid_namespace="pid:[1]", pid=1 << 22)) is ProcessState.UNKNOWN
+    assert me.fate_of(replace(me, boot="", pid=1 << 22)) is ProcessState.UNKNOWN
     # Containers on two hosts may have one name, and the id of their image, or none.
     for alike in ({"machine": ""}, {"pid_namespace": "pid:[4026532000]"}, {"pid_namespace": ""}):
         here = replace(me, **alike)  # type: ignore[arg-type]
-        assert here.fate_of(replace(here, boot="of another host")) is Fate.UNKNOWN
+        assert here.fate_of(replace(here, boot="of another host")) is ProcessState.UNKNOWN
 
 
 def test_silence_is_waited_for_and_then_the_folder_is_taken_over(tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ def test_the_first_interrupt_may_ask_to_stop_and_the_second_ends(capfd: pytest.C
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
-    assert capfd.readouterr().err.count("ends as soon as it can be gone on with; Ctrl-C again: at once") == 2
+    assert capfd.readouterr().err.count("ends as soon as it can be resumed; Ctrl-C again: at once") == 2
     with StopRequest() as request, pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
     assert request.received is None

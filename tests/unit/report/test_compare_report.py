@@ -23,7 +23,7 @@ from speechdp.report.compare.panels import make_canvas, make_panels, mean_curve
 from speechdp.report.compare.report import write_comparison as write_report
 from speechdp.report.compare.table import make_tables, written
 from speechdp.report.kit.canvas import dashes
-from speechdp.report.kit.choice import told_apart
+from speechdp.report.kit.choice import word_error_sentences
 from speechdp.report.kit.columns import OVER_LOWEST, FigureColumn
 from speechdp.report.kit.pages import WrittenReport
 from speechdp.report.kit.theme import PRINT
@@ -186,7 +186,7 @@ def test_failed_and_pending_runs_are_shown_as_such(tmp_path: Path) -> None:
     report = write_report(out)
     assert "Failed: equal frames, 2 ranks, b, seed 1: rank 1 on vm: the loss is nan" in report.answer
     assert any(
-        "1 run has not finished yet; the command of the comparison goes on with it." in sentence
+        "1 run has not finished yet; the command of the comparison continues it." in sentence
         for sentence in report.answer
     )
     rows = {row["strategy"]: row for row in csv.DictReader(io.StringIO(report.csv.read_text()))}
@@ -368,7 +368,7 @@ def test_a_run_whose_metrics_are_gone_is_not_said_to_end_without_a_number(tmp_pa
     out = write_comparison(tmp_path / "out", strategies, (2,), modes=("frames",))
     (run,) = out.glob("*-a-seed1-*")
     (run / "metrics.jsonl").unlink()
-    (note,) = (text for text in choose(list(_groups(out).values())).cautions if "a strategy all of" in text)
+    (note,) = (text for text in choose(list(_groups(out).values())).cautions if "strategies of which all" in text)
     assert f"it has no held-out log-probability (metrics.jsonl: missing; delete {run} and repeat" in note
 
 
@@ -419,12 +419,12 @@ def test_what_chance_of_the_seeds_may_explain_is_said(
             metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     details = choose(list(_groups(out).values())).details
     (said,) = (text for text in details if text.startswith("a is faster on 2 ranks, with "))
-    assert said.endswith(", which may be chance of the seeds.") is may_be_chance
-    (least,) = (text for text in details if "be chance of the seeds alone" in text)
+    assert said.endswith(", which may be due to the seeds.") is may_be_chance
+    (least,) = (text for text in details if "be due to the seeds alone" in text)
     # The t-test's: 2.776 * 0.05 * sqrt(2 / 3), besides what the seeds of the helper differ by.
     assert re.fullmatch(
         r"On 2 ranks, among those accurate enough, differences below 0\.1[01]\d? nats/frame may "
-        r"be chance of the seeds alone \(95 %\)\.",
+        r"be due to the seeds alone \(95 %\)\.",
         least,
     )
 
@@ -492,10 +492,10 @@ def test_rates_that_nothing_is_known_of_are_not_said_to_be_as_low(tmp_path: Path
     a, b = _groups(_compared_by_utterance(tmp_path / "out", more=0.01)).values()
     assert a.word_errors is not None
     old = replace(a, strategy="old", word_errors=replace(a.word_errors, wer=0.5, low=0.4, utterances=None))
-    assert told_apart([a, b, old], lambda group: group.strategy) == [
+    assert word_error_sentences([a, b, old], lambda group: group.strategy) == [
         "Word error rates: none is surely above the lowest, that of b; not known by utterance and seeds: old."
     ]
-    assert told_apart([b, old], lambda group: group.strategy) == []
+    assert word_error_sentences([b, old], lambda group: group.strategy) == []
 
 
 def test_errors_of_other_decodings_are_told_and_left_aside(tmp_path: Path) -> None:
@@ -638,7 +638,7 @@ def test_a_strategy_one_of_whose_seeds_failed_is_not_preferred(tmp_path: Path) -
     write_record(out, diverged)
     choice = choose(list(_groups(out).values()))
     assert choice.chosen[2].strategy == "b"
-    assert any("goes before one of which some failed" in caution for caution in choice.cautions)
+    assert any("is preferred to one of which some failed" in caution for caution in choice.cautions)
     write_record(out, [failed(entry, "no memory") if entry["seed"] == 2 else entry for entry in entries])
     assert choose(list(_groups(out).values())).chosen[2].strategy == "a"  # each has one
 
@@ -657,4 +657,4 @@ def test_a_strategy_one_of_whose_seeds_failed_at_equal_time_is_not_preferred_the
     (told,) = (text for text in choice.details if "In equal time" in text)
     assert told.startswith("In equal time on 2 ranks b is the most accurate")
     assert re.search(r", where a has \S+ by 1 of 3 seeds\.$", told)
-    assert any("goes before one of which some failed" in caution for caution in choice.cautions)
+    assert any("is preferred to one of which some failed" in caution for caution in choice.cautions)

@@ -107,7 +107,7 @@ def test_a_profile_without_a_finished_job_still_has_a_page(tmp_path: Path) -> No
         record = record.with_job(index, state=FAILED, message="no memory")
     write_record(out, record)
     report = write_profile_page(out)
-    assert report.png is None and "nothing to say yet" in report.answer[0]
+    assert report.png is None and "no results yet" in report.answer[0]
     assert "no memory" in report.html.read_text()
 
 

@@ -353,7 +353,7 @@ def test_a_direction_that_was_guessed_and_not_gone_is_doubted(
     name: str, curve: Sequence[float], is_told: bool, tmp_path: Path
 ) -> None:
     words = (
-        "quality grew in every run, and is taken to be better the smaller it is, as its name does not tell: "
+        "quality grew in every run, but less is taken to be better, because its name does not show which is: "
         "if more is better, give --metric quality:max."
     )
     told = _compared_with_seeds(tmp_path, [curve], name)

@@ -231,9 +231,9 @@ def test_a_page_names_what_a_run_did_not_have_to_itself(tmp_path: Path) -> None:
     alone = notes(
         MadeUpRun("alone", gpu={**gpu, "others": 0, "most_others": 0, "others_bytes": 4e6}, others=0.0)
     )
-    assert "Nobody else was seen on the GPU." in alone and "cores busy" not in alone
+    assert "No other process was seen on the GPU." in alone and "cores busy" not in alone
     hidden = notes(MadeUpRun("hidden", gpu={**gpu, "others": 0, "most_others": 0}))
-    assert "GPU 2: 20.00 GB in the mean held by others, whose processes are not listed." in hidden
+    assert "GPU 2: 20.00 GB held by others on average, whose processes are not listed." in hidden
     # Of a GPU of which nothing was read, and of a CPU, nothing is said, but that cores were stolen.
     assert "SM clock" not in notes(MadeUpRun("unread", gpu={"index": 0}, others=0.0))
     assert notes(MadeUpRun("cpu", others=1.4)) == ""
@@ -260,7 +260,8 @@ def of_gpus(tmp_path: Path, *gpus: GpuConditions) -> list[str]:
         (GpuConditions(3, others=0.0, most_others=1, others_bytes=1e6),
          "GPU 3: up to 1 other process (in the mean less than 0.01)."),
         (GpuConditions(3, others=1.0, most_others=1), "GPU 3: 1 other process."),
-        (GpuConditions(3, others=0.0, most_others=0, others_bytes=1e8), "Nobody else was seen on the GPU."),
+        (GpuConditions(3, others=0.0, most_others=0, others_bytes=1e8),
+         "No other process was seen on the GPU."),
         (GpuConditions(3, limits={"power": 0.5, "heat": 0.25}),
          "The clock was held down by the power limit for 50\u00a0% of the time a kernel ran, by heat for "
          "25\u00a0%."),

@@ -283,7 +283,7 @@ def test_a_gpu_that_the_job_uses_in_other_containers_too_is_not_judged(
 ) -> None:
     nvml = FakeNvml()
     nvml.listed = {"GPU-b": {OWN: 2**28, PEER: 2**28, OTHER: 2**28}}
-    found, samples = conditions(tmp_path, monkeypatch, nvml, untold_gpus=["GPU-b"])
+    found, samples = conditions(tmp_path, monkeypatch, nvml, unobserved_gpus=["GPU-b"])
     assert "others" not in found[0] and np.isnan(samples.others).all() and found[0]["clock_mhz"] == 1980
 
 

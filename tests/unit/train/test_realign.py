@@ -28,7 +28,7 @@ from speechdp.train import realign
 from speechdp.train.realign import (
     last_alignment,
     make_alignments,
-    train_or_go_on,
+    train_or_resume,
     train_with_realignment,
 )
 from speechdp.train.run import train_run
@@ -193,7 +193,7 @@ def test_a_damaged_round_is_begun_anew_by_itself(dataset: Dataset, tmp_path: Pat
     """--overwrite would delete all rounds; or, of a run of a sweep, all of its runs."""
     session, run = Session(dataset, ALONE, CPU), tmp_path / "realign" / "1"
     options = dataclasses.replace(OPTIONS, realign=0)
-    train_or_go_on(session, options, run)
+    train_or_resume(session, options, run)
     (run / "completed.json").unlink()
     for checkpoint in (run / "checkpoints").iterdir():
         (checkpoint / "checkpoint.json").write_text("{}")
@@ -201,7 +201,7 @@ def test_a_damaged_round_is_begun_anew_by_itself(dataset: Dataset, tmp_path: Pat
         for damage, said in ("", "no checkpoint can be used: .*"), ("{", r"run\.json: cannot be read .*"):
             (run / "run.json").write_text(damage or (run / "run.json").read_text())
             with pytest.raises(RunError, match=f"{said}; delete {run}, then continue with --resume$"):
-                train_or_go_on(session, options, run)
+                train_or_resume(session, options, run)
 
 
 def test_other_rounds_than_those_of_the_run_are_refused_before_any_is_trained(

@@ -46,7 +46,7 @@ class Rank:
             prefix=f"speechdp: {self.status.name}",
             before_end=lambda: self.said.append("before"),
         )
-        self.watchdog = Watchdog(watch, end=self._end, say=self.said.append)
+        self.watchdog = Watchdog(watch, end=self._end, print_line=self.said.append)
 
     def _look(self, still_s: float, _finds_waits: bool) -> RankStatus:
         return dataclasses.replace(self.status, still_s=still_s, doing_s=still_s)
