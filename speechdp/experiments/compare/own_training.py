@@ -122,7 +122,8 @@ class OwnTraining(ComparedTraining):
                 average_epochs=1,
                 realign_epochs=(options.realign_epochs or options.num_epochs) if options.realign else None,
             )
-            self._say("alignment: started")
+            log = log_of(request.out / ALIGNMENT)
+            self._say(f"alignment: started; {log} shows how far it is")
             message = self._train(run_dir, own, ranks)
             if message is not None:
                 raise RunError(f"{run_dir}: the alignment failed: {message}")
