@@ -438,7 +438,7 @@ def align_from_nothing(session: Session, options: TrainOptions, output: Path) ->
     """
     from speechdp.train.flat_start import train_mixtures  # noqa: PLC0415
 
-    session.reporter.notice(f"flat start: training Gaussian mixtures to align {options.train_split!r} with")
+    session.reporter.notice(f"flat start: training Gaussian mixtures that align {options.train_split!r}")
     found = train_mixtures(session, options.train_split)
     aligner = _aligner(session.dataset, found.self_loop)
     how = _HowToAlign("flat-start", aligner, found.score, FEATURES_ALONE, {"flat_start": True})

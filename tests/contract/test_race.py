@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import threading
 from contextlib import ExitStack
 from pathlib import Path
@@ -266,19 +267,44 @@ def test_a_race_that_was_held_is_not_held_again(
     assert raced(dataset, tmp_path, settings, monkeypatch)[0].plan == first.plan
 
 
-def test_a_damaged_record_is_not_to_be_deleted_by_hand(dataset: Dataset, tmp_path: Path) -> None:
-    class Kept(SilentReporter):
-        def notice(self, text: str) -> None:
-            said.append(text)
+class Kept(SilentReporter):
+    """Keeps what is printed."""
 
-    said: list[str] = []
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def notice(self, text: str) -> None:
+        self.said.append(text)
+
+
+def test_how_far_it_is_is_told_from_the_first_turn_on(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With many settings on a busy machine, minutes passed before the first round was over, and told of."""
+    monkeypatch.setattr(race_run, "_NEWS_S", -1.0)
+    settings = [RaceSetting(text, StrategyChoice(text)) for text in ("gradient_averaging", "bmuf:period=2")]
+    reporter = Kept()
+    session = Session(dataset, SerialCommunicator(), CPU, reporter=reporter)
+    hold_race(session, OPTIONS, RaceOptions(2, 1).plan(1, 3, settings, {}), tmp_path)
+    assert reporter.said[1:5] == [
+        "race: warming up, setting 1 of 2",
+        "race: warming up, setting 2 of 2",
+        "race: round 1 of 2, setting 1 of 2",
+        "race: round 1 of 2, setting 2 of 2",
+    ]
+    assert all(re.fullmatch(r"race: round 2 of 2, about .* left", line) for line in reporter.said[5:7])
+    assert len(reporter.said) == 8 and reporter.said[7].startswith("race: done in")
+
+
+def test_a_damaged_record_is_not_to_be_deleted_by_hand(dataset: Dataset, tmp_path: Path) -> None:
+    reporter = Kept()
     settings = [RaceSetting(text, StrategyChoice(text)) for text in ("gradient_averaging", "bmuf:period=2")]
     path = race_path(tmp_path, 1)
     path.parent.mkdir()
     path.write_text("{", encoding="utf-8")
-    session = Session(dataset, SerialCommunicator(), CPU, reporter=Kept())
+    session = Session(dataset, SerialCommunicator(), CPU, reporter=reporter)
     hold_race(session, OPTIONS, RaceOptions(1, 1).plan(1, 3, settings, {}), tmp_path)
-    assert said[0] == f"race: {path} cannot be read, so it is held again"
+    assert reporter.said[0] == f"race: {path} cannot be read, so it is held again"
     assert find_race(tmp_path, 1) is not None
 
 

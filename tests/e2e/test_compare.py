@@ -77,6 +77,8 @@ def test_one_line_says_what_came_of_each_run(compared: tuple[Path, Ended]) -> No
         assert mine[0].endswith(".log shows how far it is")
         assert "frames/s" in mine[1] and "WER" in mine[1]
     assert any("started; about" in line and " left; " in line for line in lines)
+    (alignment,) = [line for line in lines if line.startswith("alignment: started; ")]
+    assert alignment.endswith("alignment.log shows how far it is")
 
 
 def test_it_ends_with_table_and_report(compared: tuple[Path, Ended]) -> None:

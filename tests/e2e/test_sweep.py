@@ -107,6 +107,7 @@ def test_the_same_command_again_keeps_what_is_finished(dataset: Dataset, swept: 
     before = {path: path.stat().st_mtime_ns for path in kept}
     ended = ended_within(DEADLINE_S, by_launch(2, "sweep", dataset.path, out, *OPTIONS))
     assert ended.exit_code == 0, ended.output
+    assert "rank 0 alone" not in ended.output  # nothing is timed again
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert json.loads((out / "sweep.json").read_text())["completed"] is True
 

@@ -124,7 +124,8 @@ class OwnTraining(ComparedTraining):
                 average_epochs=1,
                 realign_epochs=(options.realign_epochs or options.num_epochs) if options.realign else None,
             )
-            self._print_line("alignment: started")
+            log = log_of(request.out / ALIGNMENT)
+            self._print_line(f"alignment: started; {log} shows how far it is")
             message = self._train(run_dir, own, ranks)
             if message is not None:
                 raise RunError(f"{run_dir}: the alignment failed: {message}")

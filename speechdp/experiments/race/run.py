@@ -36,7 +36,7 @@ from speechdp.train.tolerance import lost_ranks
 from speechdp.train.watching import watched
 from speechdp.watchdog.status import StatusFolder
 
-#: Time between two lines of progress, s.
+#: Least time between two lines of progress, s.
 _NEWS_S = 10.0
 #: Maximum length of a foreign error message; CUDA's out-of-memory messages have several lines.
 _LONGEST_WORDS = 160
@@ -102,6 +102,7 @@ class _Race:
         self._is_alone = {setting.name: setting.alone for setting in plan.settings}
         self._left_out = dict(plan.left_out)
         self._turns: list[Turn] = []
+        self._printed_s = time.monotonic()
 
     def run(self) -> RaceRecord:
         """Hold the race; return its record, with only the warm-up if too few settings fit."""
@@ -199,7 +200,9 @@ class _Race:
 
     def _warm_up(self) -> None:
         """Give each setting its first turn, which shows the steps of periods in seconds.  Collective."""
-        for name in self._order[0]:
+        names = self._order[0]
+        for place, name in enumerate(names, start=1):
+            self._print_progress(f"warming up, setting {place} of {len(names)}")
             if name in self._left_out:
                 continue
             racer = self._racers[name]
@@ -222,20 +225,26 @@ class _Race:
     def _take_turns(self, plan: RacePlan) -> dict[str, float]:
         """Hold the rounds that count; return the load of this rank's host.  Collective."""
         load, began_s = LoadMeter(), time.monotonic()
-        printed_s = began_s
+        per_round = len(plan.settings)
         for number, names in enumerate(self._order[1:], start=1):
             self._go_by_graphs_alike()
-            for name in names:
-                if name not in self._left_out:
-                    self._turn(number, name)
-            now_s = time.monotonic()
-            if now_s - printed_s > _NEWS_S and number < plan.rounds:
-                printed_s = now_s
-                left_s = (now_s - began_s) / number * (plan.rounds - number)
-                self._session.reporter.notice(
-                    f"race: round {number} of {plan.rounds}, about {formatting.seconds(left_s)} left"
-                )
+            racing = [name for name in names if name not in self._left_out]
+            for place, name in enumerate(racing):
+                news = f"setting {place + 1} of {per_round}"
+                if number > 1:  # all settings have shown how long their turns are
+                    done = (number - 1) * per_round + place
+                    left_s = (time.monotonic() - began_s) * (plan.rounds * per_round / done - 1)
+                    news = f"about {formatting.seconds(left_s)} left"
+                self._print_progress(f"round {number} of {plan.rounds}, {news}")
+                self._turn(number, name)
         return load.so_far()
+
+    def _print_progress(self, news: str) -> None:
+        """Print how far the race is, unless a line was printed a moment ago."""
+        now_s = time.monotonic()
+        if now_s - self._printed_s > _NEWS_S:
+            self._printed_s = now_s
+            self._session.reporter.notice(f"race: {news}")
 
     def _go_by_graphs_alike(self) -> None:
         """Turn CUDA graphs off for all settings if a rank lacks the memory for those of one.  Collective."""

@@ -27,6 +27,7 @@ from speechdp.experiments.sweep.plan import (
 from speechdp.labels.kaldi_pdfs import refuse_kaldi_pdfs
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.registry import StrategyChoice
+from speechdp.parallel.run_files import RunDirectory
 from speechdp.parallel.stop import LoneStop
 from speechdp.process.ending import Stopped
 from speechdp.report.runs.results import ONE_RANK
@@ -212,9 +213,10 @@ def _train_one_rank(
     lone = LoneStop(session.stop, session.comm)
     with lone.while_others_wait():
         if session.comm.rank == 0:
-            session.reporter.notice(
-                f"{place}: rank 0 alone for {plan.one_rank_steps} steps, to compare the speed with"
-            )
+            if not RunDirectory(run_dir).is_complete:
+                session.reporter.notice(
+                    f"{place}: rank 0 alone for {plan.one_rank_steps} steps, to compare the speed with"
+                )
             alone = session.alone(lone)
             # Resolved for all ranks, so that this rank has the batch of one rank, not the global batch.
             own = dataclasses.replace(

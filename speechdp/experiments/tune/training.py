@@ -122,12 +122,14 @@ class TunedTraining(OwnTraining, TunedJobs):
                 f"race: the shortest takes {duration(expected_s)}, longer than its share of the budget, "
                 f"{duration(longest_s)}; fewer --strategies, --periods or --batch-sizes shorten it"
             )
-        self._print_line(f"race: {counted(len(settings), 'setting')} in turn")
+        log = log_of(self._request.out / "race")
+        racing, rounds = counted(len(settings), "setting"), counted(length.rounds, "round")
+        self._print_line(f"race: {racing} in turn, {rounds}, started; {log} shows the time left")
         words = [f"--racing={racing_text(given)}", f"--race={length.rounds}"]
         words += [f"--race-steps={length.least_steps}"]
         noted = failure_path(out, self._ranks)
         delete_file(noted)
-        message = self._start("race", options, words, log_of(out / "race"))
+        message = self._start("race", options, words, log)
         race = find_whole_race(race_path(out, self._ranks), _nobody)
         if race is not None and is_of(race, self._race_plan(length, options, given)):
             return race

@@ -114,6 +114,9 @@ def all_columns(rows: Sequence[RunFigures]) -> tuple[FigureColumn, ...]:
 
 #: Columns that explain the speed; the table shows them after the results.
 _REASONS = ("efficiency", "communication_share", DATA_WAIT.key, "rank_skew", STEPS.key)
+#: Columns to leave out of a narrow terminal first, because others tell much the same (a run's name its
+#: strategy); speed and accuracy need the room.
+_DISPENSABLE = (*_REASONS, "strategy", "speedup", SER.key, "time_to_target_s")
 
 
 def main_columns(rows: Sequence[RunFigures]) -> tuple[FigureColumn, ...]:
@@ -124,7 +127,10 @@ def main_columns(rows: Sequence[RunFigures]) -> tuple[FigureColumn, ...]:
     hidden = [] if any(row.run.task.decodes for row in rows) else [WER, OVER_LOWEST]
     shown = with_figures((column for column in all_columns(rows) if column not in hidden), rows)
     # Results first, because a window or terminal may be too narrow for all columns.
-    reasons = [replace(column, is_detail=True) for column in shown if column.key in _REASONS]
+    same_ranks = len({row.run.size for row in rows if not row.run.is_baseline}) < 2
+    details = (*_DISPENSABLE, "ranks") if same_ranks else _DISPENSABLE
+    shown = tuple(replace(column, is_detail=column.is_detail or column.key in details) for column in shown)
+    reasons = [column for column in shown if column.key in _REASONS]
     return (*(column for column in shown if column.key not in _REASONS), *reasons)
 
 

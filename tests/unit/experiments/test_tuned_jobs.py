@@ -275,7 +275,9 @@ def test_how_long_a_race_takes_is_told_before_it_is_held(tmp_path: Path) -> None
     assert jobs.expected_race_s(SETTINGS, "mpi", 0.001, slow) == pytest.approx(1.0 + 7 * (0.16 + 16.0))
     assert not ranks.started and not said
     assert isinstance(jobs.hold_race(SETTINGS, "mpi", 0.001, PACE), RacedSettings)
-    assert "longer than its share of the budget" in said[0] and said[1:] == ["race: 3 settings in turn"]
+    log = tmp_path / "logs" / "race.log"
+    started = f"race: 3 settings in turn, 6 rounds, started; {log} shows the time left"
+    assert "longer than its share of the budget" in said[0] and said[1:] == [started]
     assert jobs.expected_race_s(SETTINGS, "mpi", 0.001, PACE) == 0.0  # it was held
 
 
@@ -289,7 +291,11 @@ def test_that_a_damaged_race_is_held_again_is_said(tmp_path: Path) -> None:
     jobs = training_of(ranks, said)
     assert jobs.expected_race_s(SETTINGS, "mpi", 60.0, PACE) > 0 and not said
     assert jobs.hold_race(SETTINGS, "mpi", 60.0, PACE) == raced and len(ranks.started) == 2
-    assert said == [f"race: {path} cannot be read, so it is held again", "race: 3 settings in turn"]
+    log = tmp_path / "logs" / "race.log"
+    assert said == [
+        f"race: {path} cannot be read, so it is held again",
+        f"race: 3 settings in turn, 6 rounds, started; {log} shows the time left",
+    ]
 
 
 def test_what_an_exchange_takes_is_fitted_to_whole_and_small_ones() -> None:

@@ -162,6 +162,15 @@ def test_none_is_chosen_than_which_another_is_known_to_be_faster() -> None:
     assert faster_than(ACCURATE, [SECOND, ACCURATE], of_runs) == SECOND
 
 
+@pytest.mark.parametrize(("width", "expected"), [(80, ["log-prob"]), (100, ["log-prob", "WER"])])
+def test_a_narrow_terminal_shows_speed_and_accuracy(tmp_path: Path, width: int, expected: list[str]) -> None:
+    """The usual terminals showed how fast each period was, and not how accurate."""
+    shown = on_terminal(raced_report(tmp_path, SPEEDS).table, width)
+    heads = shown[: shown.index("one-rank")]
+    assert all(title in heads for title in ["period", "frames/s", "raced speed", *expected])
+    assert "Only on the page: strategy, ranks, speed-up" in " ".join(shown.split())
+
+
 def test_a_run_is_not_compared_with_what_raced() -> None:
     """Its throughput is larger than any ratio."""
     did_not = Row(None, -0.9)
