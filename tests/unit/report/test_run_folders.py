@@ -116,6 +116,10 @@ def test_losses_part_the_exchange_from_the_waiting() -> None:
     assert lost.slower_compute == pytest.approx(0.75 * (1 - (9.5 / 8000) / (15 / 10000)))
 
 
+def test_a_run_without_a_timed_step_has_no_losses() -> None:
+    assert derived.losses(RunTiming(4, (_rank(0, 0.0, 0), _rank(1, 0.0, 0))), ALONE) is None
+
+
 def test_who_waits_for_a_rank_without_data_waits_for_data() -> None:
     """Rank 1 has no batch for half of each step; rank 0 has all, and waits as long at the exchange."""
     ranks = (_rank(0, 10.0, 1000, comm=5.0, forward=5.0), _rank(1, 10.0, 1000, data_wait=4.9, forward=5.0))
