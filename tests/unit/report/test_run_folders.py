@@ -100,12 +100,12 @@ def test_the_straggler_is_the_rank_with_the_short_communication() -> None:
 
 
 def test_the_skew_of_ranks_with_other_numbers_of_steps_is_that_of_a_step() -> None:
-    """As asynchronous ranks have them: rank 1 takes twice as long for a step, and takes half as many."""
+    """As asynchronous ranks have them: rank 1 takes longer for a step, and so fewer of them."""
     timing = RunTiming(
-        4, (_rank(0, 10.0, 6000, steps=20, forward=8.0), _rank(1, 10.0, 3000, steps=10, forward=8.0))
+        4, (_rank(0, 10.0, 6000, steps=20, forward=8.0), _rank(1, 10.0, 3000, steps=10, forward=6.0))
     )
     skew = derived.rank_skew(timing)
-    assert skew is not None and skew.value == pytest.approx((0.8 - 0.4) / 0.6)
+    assert skew is not None and skew.value == pytest.approx((0.6 - 0.4) / 0.5)
 
 
 def test_no_straggler_among_even_ranks_and_no_skew_of_one() -> None:
