@@ -739,14 +739,15 @@ def test_a_call_of_one_rank_alone_while_another_takes_a_step_is_named() -> None:
         run_threads(2, check)
 
 
-def test_what_is_no_call_is_told_from_one() -> None:
+@pytest.mark.parametrize("of_its_own", ["the script's own", 7])
+def test_what_is_no_call_is_told_from_one(of_its_own: object) -> None:
     def check(comm: Communicator) -> None:
         script = Script(comm, "gradient_averaging", sgd)
         with script.run as run:
             if comm.rank == 0:
                 evaluates(run)
             else:
-                comm.allgather_object("the script's own")
+                comm.allgather_object(of_its_own)
                 comm.barrier()
 
     with refused("rank 0 is at run.evaluating(), but rank 1 is at another exchange; make the same"):

@@ -140,10 +140,7 @@ def _cut_by_frames(lengths: npt.NDArray[Any], batch_frames: int, bounds: list[in
 
 def costs_of(lengths: npt.NDArray[Any], bounds: IntArray) -> Costs:
     """Return what the batches of arranged segments cost; none of them may be empty."""
-    if len(bounds) == 1:
-        none = np.empty(0, dtype=np.int64)
-        return Costs(none, none, none)
-    starts = bounds[:-1]
+    starts = bounds[:-1]  # may be empty, as for a rank without segments
     longest = np.maximum.reduceat(lengths, starts).astype(np.int64)
     return Costs(np.add.reduceat(lengths, starts, dtype=np.int64), longest * np.diff(bounds), longest)
 

@@ -210,8 +210,8 @@ def _indistinct_sentences(chosen: Group, alike: Sequence[Group]) -> list[str]:
 
 def _gain(fastest: Group, rows: Sequence[Group]) -> list[str]:
     """State what would help a strategy most, by the first of its finished runs."""
-    found = [run.result for group in rows for run in group.finished if run.result is not None]
-    own = next((run.result for run in fastest.finished if run.result is not None), None)
+    found = [result for group in rows for result in group.results]
+    own = next(iter(fastest.results), None)
     sentence = "" if own is None else gain_sentence(own, f"{fastest.label} on {fastest.ranks} ranks", found)
     return [sentence] if sentence else []
 

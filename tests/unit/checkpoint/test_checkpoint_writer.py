@@ -438,6 +438,25 @@ def test_a_kill_while_a_checkpoint_takes_the_place_of_another_loses_neither(
     assert sorted(p.name for p in folder.iterdir()) == ["step-00000001", "step-00000002"]
 
 
+def test_a_checkpoint_that_cannot_be_named_leaves_the_one_of_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, 1)
+    write(tmp_path, 2)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EIO, "the disk is gone")
+
+    monkeypatch.setattr(checkpoint_folder, "hand_over", refuse)
+    writer = CheckpointWriter(tmp_path, ALONE)
+    writer.start(2, state_of(2))
+    with pytest.raises(RunError, match="step-00000002"):
+        writer.flush()
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step-00000001", "step-00000002"]
+    assert step_of(load_checkpoint(tmp_path, ALONE, [])) == 2
+
+
 def test_a_checkpoint_replaces_one_of_the_same_step(tmp_path: Path) -> None:
     write(tmp_path, 1)
     path = write(tmp_path, 2)

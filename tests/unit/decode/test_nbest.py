@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import kaldifst
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -82,6 +83,12 @@ def test_without_a_path_the_beam_is_widened_and_then_nothing_found() -> None:
     searcher = NBestSearcher(graph, SearchOptions(beam=8.0), 5, 4.0)
     assert searcher.search_nbest(scores(2, 0)) == [] and searcher.search_nbest(scores(0, 0)) == []
     assert (searcher.num_retried, searcher.num_failed) == (1, 2)
+
+
+def test_a_graph_without_any_path_gives_no_list() -> None:
+    graph = TRANSDUCER.compose(kaldifst.StdVectorFst())
+    searcher = NBestSearcher(graph, WIDE, 5, 4.0)
+    assert searcher.search_nbest(scores(5, 0)) == [] and searcher.num_failed == 1
 
 
 def test_a_wider_beam_finds_what_a_narrow_one_has_lost() -> None:

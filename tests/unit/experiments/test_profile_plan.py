@@ -33,6 +33,13 @@ def test_a_profile_of_synthesis() -> None:
     assert loaders["decoder"] == "none"
 
 
+def test_the_two_loaders_are_compared_whatever_the_order_of_the_runs() -> None:
+    jobs = named(ProfilePlan((2,)).jobs(options_with(order="laplace")))
+    assert jobs["weak-2"].options.batch.order == "laplace"
+    assert jobs["pooled-2"].options.batch.order == "pooled"
+    assert jobs["blocking-2"].options.batch.order == "blocking-sort"
+
+
 def test_an_acoustic_model_has_other_modules() -> None:
     jobs = ProfilePlan((2,)).jobs(TrainOptions())
     assert [job.entry.name for job in jobs] == ["weak-2", "encoder-2", "output-2", "blocking-2", "pooled-2"]

@@ -12,6 +12,7 @@ import pytest
 
 from speechdp.cli.main import parse, run
 from speechdp.errors import ConfigError
+from speechdp.experiments.compare import script_training
 from speechdp.experiments.compare.record import read_record, write_record
 from speechdp.experiments.jobs import JobStarter, JobStopped
 from speechdp.experiments.race.record import read_race
@@ -19,8 +20,10 @@ from speechdp.experiments.sweep.plan import SweepPlan, SweepRecord, refuse_other
 from speechdp.experiments.sweep.script import ScriptSweep
 from speechdp.experiments.tune.record import read_tune, write_tune
 from speechdp.parallel.registry import parse_strategy
+from speechdp.parallel.run_files import RunDirectory
 from speechdp.report.compare.report import write_comparison
 from speechdp.report.runs.folders import read_run, read_sweep
+from tests.helpers.runs import MadeUpRun, write_run
 from tests.helpers.terminal import on_terminal
 
 Call = tuple[int, list[str], dict[str, str]]
@@ -659,3 +662,12 @@ def test_the_report_of_trials_alone_has_the_scripts_terms(ranks: FakeRanks, scri
     write_record(out, replace(record, runs=waiting))
     written = write_comparison(out, target=0.4)  # of log-probabilities, which are none, it would be refused
     assert "to target: until valid_acc 0.4." in on_terminal(written.table, 160)
+
+
+def test_what_a_script_does_besides_its_steps_is_its_job_without_all_that_was_timed(tmp_path: Path) -> None:
+    path = write_run(MadeUpRun("run", wer=None), tmp_path)
+    shown = script_training._Shown.of(path)
+    assert shown is not None and shown.besides_s is None
+    RunDirectory(path).mark_script_ended(80.0)
+    shown = script_training._Shown.of(path)
+    assert shown is not None and shown.besides_s == pytest.approx(80.0 - (60.0 + 4.2 + 0.8))

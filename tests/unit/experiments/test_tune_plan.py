@@ -20,8 +20,10 @@ from speechdp.experiments.compare.plan import checked_strategies
 from speechdp.experiments.tune.curves import Curve, Finish, finishes, indistinguishable, shrinkage
 from speechdp.experiments.tune.jobs import steps_of_turn
 from speechdp.experiments.tune.plan import (
+    NOTHING,
     STRATEGIES,
     Besides,
+    Rungs,
     Setting,
     batches_of,
     halvings,
@@ -216,6 +218,11 @@ def test_the_cost_of_rungs_to_go_counts_the_starts_of_all_seed_stops_and_no_trai
     budget_s = 2 * 10 + 40 + (2 + 2 * 2) * 1.0
     rungs = plan_rungs((2,), 2, budget_s, A_SECOND, math.inf, (10.0,))
     assert rungs.seconds == (pytest.approx(20),) and rungs.cost_s(A_SECOND) == pytest.approx(budget_s)
+
+
+def test_runs_go_on_from_the_last_of_several_rungs() -> None:
+    assert Rungs((2,), (40.0,), 1, (10.0, 20.0)).cost_s(NOTHING) == 2 * (40.0 - 20.0)
+    assert plan_rungs((2,), 1, 40.0, NOTHING, math.inf, (10.0, 20.0)).seconds == (40.0,)
 
 
 @given(st.integers(3, 40), st.integers(1, 3), st.floats(500, 5_000), BESIDES)

@@ -1285,6 +1285,8 @@ def test_what_was_refused_is_not_said_to_be_ruled_out_by_its_speed(tmp_path: Pat
     assert "ruled out, none of them by speed" in find_answer(Search(failed, {})).headline
     alone = find_answer(Search(replace(record, tried=record.tried[:1]), {}))
     assert alone.headline == f"{GRADIENTS}: no other setting was to be tried." and not alone.cautions
+    raced = find_answer(Search(replace(record, tried=(replace(record.tried[0], frames_per_s=1234.0),)), {}))
+    assert raced.details == ("It trains at 1,234 frames/s.",)
 
 
 def test_what_is_compared_with_what_is_said(tmp_path: Path) -> None:

@@ -303,6 +303,24 @@ def test_a_host_that_does_not_answer_leaves_nothing_behind(
             os.kill(pid, signal.SIGKILL)
 
 
+def test_a_probe_that_does_not_end_when_asked_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("speechdp.launching.restarts._PROBE_S", 300.0)
+    monkeypatch.setattr("speechdp.launching.restarts._PROBE_END_S", 0.1)
+    begun, over = tmp_path / "begun", tmp_path / "over"
+    hanging = (
+        "import pathlib, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        f"pathlib.Path({str(begun)!r}).touch(); time.sleep(60); pathlib.Path({str(over)!r}).touch()"
+    )
+
+    def probe(host: Host) -> list[str]:
+        return [sys.executable, "-c", hanging]
+
+    assert find_reachable(HOSTS[:1], probe, os.environ, stopped=begun.exists) == []
+    assert not over.exists()
+
+
 def test_a_script_is_started_again_as_it_is_whatever_it_failed_with() -> None:
     RestartPolicy(1).check(4, None, is_script=True)
     with pytest.raises(ConfigError, match="only train, sweep and Python scripts can be restarted"):

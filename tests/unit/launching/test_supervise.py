@@ -42,6 +42,14 @@ def run_beside(program: str, told: Path, *, stdout: int | None = None, stderr: i
     return told.read_text().strip()
 
 
+def test_a_launcher_reads_nothing_that_was_meant_for_launch(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    program = "import sys; sys.exit(len(sys.stdin.read()))"
+    command = [sys.executable, "-c", RUN, str(told), program]
+    subprocess.run(command, input="typed", text=True, timeout=DEADLINE_S, check=True)
+    assert told.read_text().strip() == "0 None None"
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 def test_full_streams_end_nobody(tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as full:

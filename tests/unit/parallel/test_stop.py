@@ -164,6 +164,14 @@ def test_the_first_interrupt_may_ask_to_stop_and_the_second_ends(capfd: pytest.C
     assert request.received is None
 
 
+def test_an_interrupt_that_is_ignored_stays_ignored() -> None:
+    """As in the background of a shell, where Ctrl-C is meant for others."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with StopRequest(by_interrupt=True) as request:
+        signal.raise_signal(signal.SIGINT)
+    assert request.received is None and signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+
+
 def test_a_signal_reaches_the_main_thread_while_another_works() -> None:
     done = threading.Event()
     worker: Any = threading.Thread(target=done.wait)

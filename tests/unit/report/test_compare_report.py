@@ -496,6 +496,18 @@ def test_rates_that_nothing_is_known_of_are_not_said_to_be_as_low(tmp_path: Path
         "Word error rates: none is surely above the lowest, that of b; not known by utterance and seeds: old."
     ]
     assert word_error_sentences([b, old], lambda group: group.strategy) == []
+    assert word_error_sentences([a, replace(a, strategy="c"), b, old], lambda group: group.strategy) == [
+        "Word error rates: none is surely above the lowest, that of b; not known by utterance and seeds: old."
+    ]
+
+
+def test_word_error_rates_without_intervals_have_a_mean_without_one(tmp_path: Path) -> None:
+    out = _compared_by_utterance(tmp_path / "out", more=0.3)
+    for path in out.glob("*-b-*/wer-test.json"):
+        found = json.loads(path.read_text())
+        path.write_text(json.dumps({k: v for k, v in found.items() if k not in ("wer_low", "wer_high")}))
+    _, b = _groups(out).values()
+    assert b.word_errors is not None and (b.word_errors.low, b.word_errors.high) == (None, None)
 
 
 def test_errors_of_other_decodings_are_told_and_left_aside(tmp_path: Path) -> None:
@@ -559,6 +571,15 @@ def test_word_errors_with_other_weights_count_where_they_are_compared_with_none(
     assert choice.chosen[2].strategy == "b" and choice.chosen[4].strategy == "a"
     (caution,) = (text for text in choice.cautions if "not decoded alike" in text)
     assert "b on 4 ranks with word-loop, acoustic scale 0.4" in caution and "2 ranks" not in caution
+
+
+def test_a_seed_whose_record_lacks_the_weights_does_not_set_its_strategy_apart(tmp_path: Path) -> None:
+    out = write_comparison(tmp_path / "out", [MadeUpStrategy("a", wer=0.3)], (2,), modes=("frames",))
+    for path in out.glob("*/wer-test.json"):
+        if "seed1" not in path.parent.name:
+            path.write_text(json.dumps({**json.loads(path.read_text()), "options": {"acoustic_scale": 0.4}}))
+    (a,) = _groups(out).values()
+    assert a.word_errors is not None and a.word_errors.weights == "acoustic scale 0.4"
 
 
 def test_a_strategy_one_of_whose_seeds_came_to_nothing_is_not_preferred(tmp_path: Path) -> None:

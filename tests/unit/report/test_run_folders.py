@@ -16,6 +16,8 @@ import torch
 from speechdp.comm.base import Communicator, ReduceOp
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.errors import ConfigError, RunError
+from speechdp.report.kit.choice import lacks_scores
+from speechdp.report.kit.metric_names import terms_of
 from speechdp.report.runs import derived
 from speechdp.report.runs.alike import baseline_of
 from speechdp.report.runs.folders import read_run, read_sweep
@@ -97,6 +99,15 @@ def test_the_straggler_is_the_rank_with_the_short_communication() -> None:
     assert (skew.straggler, skew.straggler_host) == (1, "host-1")
 
 
+def test_the_skew_of_ranks_with_other_numbers_of_steps_is_that_of_a_step() -> None:
+    """As asynchronous ranks have them: rank 1 takes longer for a step, and so fewer of them."""
+    timing = RunTiming(
+        4, (_rank(0, 10.0, 6000, steps=20, forward=8.0), _rank(1, 10.0, 3000, steps=10, forward=6.0))
+    )
+    skew = derived.rank_skew(timing)
+    assert skew is not None and skew.value == pytest.approx((0.6 - 0.4) / 0.5)
+
+
 def test_no_straggler_among_even_ranks_and_no_skew_of_one() -> None:
     even = RunTiming(0, (_rank(0, 1.0, 1, forward=1.00), _rank(1, 1.0, 1, forward=1.04)))
     skew = derived.rank_skew(even)
@@ -114,6 +125,10 @@ def test_losses_part_the_exchange_from_the_waiting() -> None:
     assert lost.data_wait == pytest.approx(0.05)
     # 15 s of computing for 10,000 frames here, 9.5 s for 8,000 alone; computing is 75 % of the wall.
     assert lost.slower_compute == pytest.approx(0.75 * (1 - (9.5 / 8000) / (15 / 10000)))
+
+
+def test_a_run_without_a_timed_step_has_no_losses() -> None:
+    assert derived.losses(RunTiming(4, (_rank(0, 0.0, 0), _rank(1, 0.0, 0))), ALONE) is None
 
 
 def test_who_waits_for_a_rank_without_data_waits_for_data() -> None:
@@ -479,3 +494,13 @@ def test_evaluations_and_checkpoints_are_summed_over_the_steps_that_are(tmp_path
     starts = [{"step": step, "size": size} for step, size in ((0, 2), (10, 2), (20, 1))]
     (run / "starts.jsonl").write_text("".join(json.dumps(s) + "\n" for s in starts), encoding="utf-8")
     assert sums() == (6, 8.0, 4.0)
+
+
+def test_why_no_run_has_a_score_is_said_also_where_some_were_never_evaluated() -> None:
+    never, lost = _run("never", []), _run("lost", [float("nan")])
+    terms = terms_of([never, lost])
+    assert (
+        lacks_scores([never, lost], terms)
+        == "the last held-out log-probability of no finished run is a number"
+    )
+    assert lacks_scores([never], terms) == f"no finished run has {terms.kind.evaluation}"

@@ -235,6 +235,19 @@ def test_of_buffers_only_statistics_are_averaged() -> None:
         assert found["seen"] == [3.0] * (3 + rank) and found["count"] == [3]
 
 
+def test_a_sum_is_no_view_of_a_model_in_double_precision() -> None:
+    model = Table().double()
+    replica = Replica(model, lambda parameters: torch.optim.SGD(parameters, 0.1))
+    average = EpochAverage(2, 2, ALONE)
+    for epoch in (1, 2):
+        with torch.no_grad():
+            model.weight.fill_(float(epoch))
+            model.moving.fill_(10.0 * epoch)
+        average.note(epoch, replica, model)
+    assert average.conclude(replica, model) == 2
+    assert model.weight.tolist() == [1.5, 1.5] and model.moving.tolist() == [15.0, 15.0]
+
+
 # --- going on ---------------------------------------------------------------------------------------------
 
 

@@ -19,14 +19,14 @@ from speechdp.data.shards.shard import Shard
 from speechdp.errors import ConfigError, RunError
 from speechdp.labels.hmm import IntArray, StateInventory
 from speechdp.labels.lexicon import Lexicon
-from speechdp.options.batch import BatchOptions
+from speechdp.options.batch import BatchOptions, LoadingOptions
 from speechdp.options.run import ModelOptions, TrainOptions
 from speechdp.parallel.run_files import RunDirectory
 from speechdp.parallel.stop import StopRequest
 from speechdp.process.ending import Stopped
 from speechdp.train import flat_start
 from speechdp.train.flat_start import train_mixtures
-from speechdp.train.realign import make_alignments, train_with_realignment
+from speechdp.train.realign import check_overwriting, make_alignments, train_with_realignment
 from speechdp.train.session import Session
 from tests.helpers.spoken_states import WORDS, write_spoken
 
@@ -193,6 +193,18 @@ def test_a_run_that_is_there_is_refused_before_anything_is_aligned(
     with pytest.raises(ConfigError, match="already holds a run"):
         train_with_realignment(Session(spoken[0], SerialCommunicator(), CPU), OPTIONS, tmp_path)
     assert not (tmp_path / "alignments").exists()
+
+
+def test_options_that_cannot_be_trained_with_are_refused_before_anything_is_aligned(
+    spoken: tuple[Dataset, dict[str, list[IntArray]]], tmp_path: Path
+) -> None:
+    session = Session(spoken[0], SerialCommunicator(), CPU)
+    options = dataclasses.replace(OPTIONS, loading=LoadingOptions(preprocess_on="gpu"))
+    with pytest.raises(ConfigError, match="this rank computes on the CPU"):
+        train_with_realignment(session, options, tmp_path)
+    assert not (tmp_path / "alignments").exists()
+    with pytest.raises(ConfigError, match="this rank computes on the CPU"):
+        check_overwriting(session, options, tmp_path)
 
 
 def test_transcripts_that_no_utterance_can_hold(tmp_path: Path) -> None:
