@@ -368,7 +368,9 @@ def test_a_run_whose_metrics_are_gone_is_not_said_to_end_without_a_number(tmp_pa
     out = write_comparison(tmp_path / "out", strategies, (2,), modes=("frames",))
     (run,) = out.glob("*-a-seed1-*")
     (run / "metrics.jsonl").unlink()
-    (note,) = (text for text in choose(list(_groups(out).values())).cautions if "strategies of which all" in text)
+    (note,) = (
+        text for text in choose(list(_groups(out).values())).cautions if "strategies of which all" in text
+    )
     assert f"it has no held-out log-probability (metrics.jsonl: missing; delete {run} and repeat" in note
 
 
