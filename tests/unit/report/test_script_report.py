@@ -335,12 +335,12 @@ def test_runs_of_a_script_that_was_changed_meanwhile_are_named(compared: Path) -
     _give_version(next(compared.glob("*-easgd-*")), "b")
     for text in told():
         assert "train.py, or a module of its folder, was changed between runs, or while one was" in text
-        assert re.search(r"rest were made: (2 ranks, |2x-)easgd(, |-)seed1?( 1)?\. Begin", text)
-    # What was gone on with is of both.
+        assert re.search(r"than the rest: (2 ranks, |2x-)easgd(, |-)seed1?( 1)?\. Use", text)
+    # A resumed run is of both versions.
     for folder in folders:
         _give_version(folder, "b")
     _give_version(next(compared.glob("*-bmuf-*")), "a", "b")
-    named = r"rest were made: (2 ranks, |2x-)bmuf[^,]*(, seed 1)?\. Begin"
+    named = r"than the rest: (2 ranks, |2x-)bmuf[^,]*(, seed 1)?\. Use"
     assert all(re.search(named, text) for text in told())
 
 
