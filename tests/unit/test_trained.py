@@ -16,8 +16,9 @@ import soundfile
 import torch
 
 import speechdp
+from speechdp.data.shards.dataset import Manifest
 from speechdp.data.signal.features import FeatureConfig
-from speechdp.errors import ConfigError, RunError
+from speechdp.errors import ConfigError, RunError, ShardError
 from speechdp.labels.hmm import StateInventory
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
 from speechdp.synthesis.generate import GenerateOptions, Synthesiser
@@ -142,6 +143,31 @@ def test_what_it_cannot_take(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         call(model)
+
+
+def test_a_run_that_was_copied_in_part_is_refused(tmp_path: Path) -> None:
+    """The words, and the names of classes, would be wrong; the remedy is not to prepare data."""
+    run, file = tmp_path / "run", tmp_path / "talk.wav"
+    model = speechdp.AcousticModel(write_run(run, facts={"classes_sha256": INVENTORY.sha256}))
+    soundfile.write(file, tone(0.5), RATE)
+    again = "copy it again from the run, or from the data that were trained on$"
+    kept = run / "trained_on"
+    with pytest.raises(RunError, match=rf"trained_on/data\.json: is missing; {again}"):
+        model.features(file)
+    with pytest.raises(RunError, match=rf"trained_on/lexicon\.txt: is missing; {again}"):
+        model.transcribe(file)
+    (kept / "lexicon.txt").write_text("ah AH\n")
+    with pytest.raises(RunError, match=rf"trained_on/data\.json: is missing; {again}"):
+        model.transcribe(file)
+    (kept / "data.json").write_text("{")
+    with pytest.raises(ShardError, match=rf"trained_on/data\.json: damaged \(.*\); {again}"):
+        model.transcribe(file)
+    Manifest(RATE, FeatureConfig(num_mel_bins=BINS), 6, "flat", "random:", {}).write(kept)
+    StateInventory(INVENTORY.phones[:1]).save(kept / "classes.txt")  # cut off at the end of a line
+    message = rf"trained_on/classes\.txt: is not the class list the model was trained on; {again}"
+    for call in (lambda: model.class_names, lambda: model.transcribe(file)):
+        with pytest.raises(ConfigError, match=message):
+            call()
 
 
 @pytest.mark.parametrize(
