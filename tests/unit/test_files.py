@@ -315,3 +315,23 @@ def test_a_file_of_lines_is_closed_also_where_not_all_are_read(
     assert next(each_line(path)) == {"a": 1}
     gc.collect()
     assert [str(warning.message) for warning in recwarn] == []
+
+
+@pytest.mark.parametrize(
+    ("end", "unfinished", "whole"),
+    [
+        ('{"a": 2', 1, 0),
+        ('{"a": ', 1, 0),
+        ('{"a": 2}', 0, 1),  # only its newline is to come
+        ('{"a": \n', 1, None),
+        ("", 0, 0),
+    ],
+)
+def test_a_line_that_is_being_written_is_no_damage(
+    tmp_path: Path, end: str, unfinished: int, whole: int | None
+) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"a": 1}\n' + end)
+    assert read_lines(path).num_damaged == unfinished
+    lines = read_lines(path, grows=True)
+    assert (len(lines.records) - 1, lines.num_damaged) == ((0, 1) if whole is None else (whole, 0))
