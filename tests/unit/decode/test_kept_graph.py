@@ -198,7 +198,9 @@ def test_where_it_cannot_be_kept_everybody_builds_one(
     assert built == [1.0, 1.0] and told(results[0]) == told(results[1])
     (line,) = capfd.readouterr().err.splitlines()
     assert (
-        line.startswith("speechdp: warning: ") and str(run / GRAPH_FOLDER) in line and "(File exists): every" in line
+        line.startswith("speechdp: warning: ")
+        and str(run / GRAPH_FOLDER) in line
+        and "(File exists): every" in line
     )
     assert (run / GRAPH_FOLDER).read_text() == "a file of the user's"
 
