@@ -286,8 +286,9 @@ class AcousticModel:
         options = self._search.with_weights(earlier.weights).decoding()
         with _in_terms_of_arguments(_SEARCH):
             transcriber = Transcriber(self._loaded, kept, options, kept_graph=KeptGraph(self._run_dir))
-        if transcriber.remark:
-            warnings.warn(transcriber.remark, stacklevel=5)  # cached_property, the method, its decorator
+        not_used = "" if earlier.weights or self._search.weights else earlier.line
+        for remark in filter(None, (_with_arguments(not_used, _SEARCH), transcriber.remark)):
+            warnings.warn(remark, stacklevel=5)  # cached_property, the method, its decorator
         return transcriber
 
 
@@ -404,10 +405,13 @@ def _in_terms_of_arguments(names: Collection[str]) -> Iterator[None]:
     try:
         yield
     except (ConfigError, RunError) as error:
-        options = "|".join(name.replace("_", "-") for name in names)
-        message = re.sub(rf"--({options})(?![\w-])", _as_argument, str(error))
         kind: type[SpeechDPError] = RunError if isinstance(error, RunError) else ConfigError
-        raise kind(message) from error
+        raise kind(_with_arguments(str(error), names)) from error
+
+
+def _with_arguments(message: str, names: Collection[str]) -> str:
+    options = "|".join(name.replace("_", "-") for name in names)
+    return re.sub(rf"--({options})(?![\w-])", _as_argument, message)
 
 
 def _as_argument(option: re.Match[str]) -> str:
