@@ -247,6 +247,25 @@ def atomic_path(path: Path) -> Iterator[Path]:
     sync_name(path)
 
 
+#: Names of temporary files: of `atomic_path`, and of the owner of a folder.
+_TEMPORARY = re.compile(r"\..+\.(?:[0-9a-f]{6}|[0-9a-f]{32})\.tmp")
+#: After this time without a change, no process writes a temporary file any more, s.
+_LEFT_AFTER_S = 24 * 3600
+
+
+def remove_left_over(written: Path) -> None:
+    """Remove temporary files that killed processes have left beside a file that was just written.
+
+    These are the ones that were last changed a day before it: others may be being written.  Errors are
+    ignored: what is left takes room, and no more.
+    """
+    with contextlib.suppress(OSError):
+        before_s = written.stat().st_mtime - _LEFT_AFTER_S  # by the clock of the disk
+        for path in written.parent.glob(".*.tmp"):
+            if _TEMPORARY.fullmatch(path.name) and path.lstat().st_mtime < before_s and not path.is_dir():
+                path.unlink()
+
+
 @contextmanager
 def scratch_folder(parent: Path, prefix: str) -> Iterator[Path]:
     """Yield a new folder in `parent`, which is removed after the block.

@@ -78,25 +78,28 @@ class Lines:
     num_damaged: int
 
 
-def read_lines(path: Path, last_bytes: int | None = None) -> Lines:
+def read_lines(path: Path, last_bytes: int | None = None, *, grows: bool = False) -> Lines:
     """Read a JSONL file, skipping damaged lines.
 
     Args:
         last_bytes: read only the whole lines within this many bytes at the file's end; None: all lines.
+        grows: a process may be writing the file: a part of a line at its end is skipped, and is not damage.
 
     Raises:
         OSError: the file cannot be read.
     """
-    found = list(each_line(path, last_bytes))
+    found = list(each_line(path, last_bytes, grows=grows))
     records = [record for record in found if record is not None]
     return Lines(records, len(found) - len(records))
 
 
-def each_line(path: Path, last_bytes: int | None = None) -> Iterator[dict[str, Any] | None]:
+def each_line(
+    path: Path, last_bytes: int | None = None, *, grows: bool = False
+) -> Iterator[dict[str, Any] | None]:
     """Yield the JSON object of each line of a file, which may be large; None for a damaged line.
 
     Args:
-        last_bytes: as for `read_lines`.
+        last_bytes, grows: as for `read_lines`.
 
     Raises:
         OSError: the file cannot be read.
@@ -112,7 +115,7 @@ def each_line(path: Path, last_bytes: int | None = None) -> Iterator[dict[str, A
                 try:
                     record = parse_json(line)
                 except ValueError:
-                    if line.strip():
+                    if line.strip() and not (grows and not line.endswith("\n")):
                         yield None
                     continue
                 yield record if isinstance(record, dict) else None

@@ -22,7 +22,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from speechdp.data.shards.dataset import Dataset
 from speechdp.data.signal.audio import (
     LARGEST_SAMPLE,
     AudioSource,
@@ -35,9 +34,17 @@ from speechdp.data.signal.channel import Channel
 from speechdp.data.signal.features import FeatureConfig, check_samples
 from speechdp.data.transforms.preprocess import Preprocessor, inputs_of
 from speechdp.decode.kept_graph import KeptGraph
-from speechdp.decode.origin import is_ctc
+from speechdp.decode.origin import check_classes, is_ctc
 from speechdp.decode.scoring import AcousticScorer
-from speechdp.decode.transcribe import Recording, Transcriber, Transcription, grammar_of, kept_data
+from speechdp.decode.transcribe import (
+    COPY_AGAIN,
+    Recording,
+    Transcriber,
+    Transcription,
+    grammar_of,
+    kept_data,
+    kept_description,
+)
 from speechdp.errors import ConfigError, RunError, SeveralChannelsError, SpeechDPError, one_line
 from speechdp.labels.hmm import FloatArray
 from speechdp.labels.kaldi_pdfs import load_classes
@@ -162,6 +169,8 @@ class AcousticModel:
         Raises:
             ConfigError: it is not audio, or a file without samples; or the model was trained on features that
                 Kaldi made.
+            RunError: it is a file, and the run's record of its data (`trained_on/data.json`) is missing.
+            ShardError: that record is damaged.
         """
         return self._preprocessor.whole(to_int16(self._samples(audio, sampling_rate)))
 
@@ -220,8 +229,9 @@ class AcousticModel:
 
         Raises:
             ConfigError: it is not audio, or a file without samples; or `rescore_lm` cannot be used; or the
-                run's classes are Kaldi's.
-            RunError: the run keeps no lexicon.
+                run's classes are Kaldi's, or not those of the model.
+            RunError: the run keeps no lexicon, or no record of its data.
+            ShardError: that record is damaged.
         """
         if not isinstance(audio, (str, os.PathLike)):
             found = self._transcriber.hear("samples", self._samples(audio, sampling_rate))
@@ -261,7 +271,7 @@ class AcousticModel:
     @cached_property
     def _channel(self) -> Channel | None:
         """The channel that training read of files with several, or their mean; None: not chosen."""
-        return Dataset.open(self._run_dir / TRAINED_ON).channel
+        return kept_description(self._run_dir).channel
 
     @cached_property
     def _preprocessor(self) -> Preprocessor:
@@ -276,8 +286,9 @@ class AcousticModel:
         options = self._search.with_weights(earlier.weights).decoding()
         with _in_terms_of_arguments(_SEARCH):
             transcriber = Transcriber(self._loaded, kept, options, kept_graph=KeptGraph(self._run_dir))
-        if transcriber.remark:
-            warnings.warn(transcriber.remark, stacklevel=5)  # cached_property, the method, its decorator
+        not_used = "" if earlier.weights or self._search.weights else earlier.line
+        for remark in filter(None, (_with_arguments(not_used, _SEARCH), transcriber.remark)):
+            warnings.warn(remark, stacklevel=5)  # cached_property, the method, its decorator
         return transcriber
 
 
@@ -394,10 +405,13 @@ def _in_terms_of_arguments(names: Collection[str]) -> Iterator[None]:
     try:
         yield
     except (ConfigError, RunError) as error:
-        options = "|".join(name.replace("_", "-") for name in names)
-        message = re.sub(rf"--({options})(?![\w-])", _as_argument, str(error))
         kind: type[SpeechDPError] = RunError if isinstance(error, RunError) else ConfigError
-        raise kind(message) from error
+        raise kind(_with_arguments(str(error), names)) from error
+
+
+def _with_arguments(message: str, names: Collection[str]) -> str:
+    options = "|".join(name.replace("_", "-") for name in names)
+    return re.sub(rf"--({options})(?![\w-])", _as_argument, message)
 
 
 def _as_argument(option: re.Match[str]) -> str:
@@ -407,6 +421,7 @@ def _as_argument(option: re.Match[str]) -> str:
 def _class_names(loaded: LoadedModel, class_list: Path) -> tuple[str, ...]:
     """Return the names of a model's classes: the data's, or their tied states, or CTC's blank and phones."""
     classes = load_classes(class_list)
+    check_classes(loaded.config, class_list, classes, COPY_AGAIN)
     names = classes.class_names()
     if is_ctc(loaded.config):
         phones = dict.fromkeys(name.rpartition("_")[0] for name in names)

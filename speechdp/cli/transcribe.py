@@ -113,7 +113,7 @@ class TranscribeCommand:
         if transcriber.remark:
             warn(transcriber.remark)
         done = _Done(kept.sampling_rate)
-        with growing_files(list(outputs), "recording") as add:
+        with growing_files(list(outputs), "recording", overwrite=self.overwrite) as add:
             for recording in recordings:
                 try:
                     found = transcriber.transcribe(recording)

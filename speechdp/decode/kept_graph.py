@@ -21,8 +21,7 @@ import speechdp
 from speechdp.comm.base import Communicator
 from speechdp.decode.graphs.graph import DecodingGraph, LexiconTransducer
 from speechdp.decode.language_model import StoredModel
-from speechdp.errors import one_line
-from speechdp.files import atomic_path, write_text_atomically
+from speechdp.files import atomic_path, disk_reason, remove_left_over, write_text_atomically
 from speechdp.json_input import parse_json
 from speechdp.process.notices import warn
 
@@ -151,10 +150,11 @@ class KeptGraph:
                 "recognised": sorted(graph.recognised),
             }
             write_text_atomically(self._folder / RECORD_NAME, json.dumps(record) + "\n")
+            remove_left_over(path)
         except OSError as error:
             warn(
-                f"{self._folder}: the decoding graph cannot be kept ({one_line(error)}): every rank builds "
-                "its own, and so does the next command"
+                f"{self._folder}: the decoding graph cannot be kept ({disk_reason(error)}): every rank "
+                "builds its own, and so does the next command"
             )
             return False
         return True

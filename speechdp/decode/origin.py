@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from speechdp.data.shards.dataset import Dataset
@@ -49,13 +50,8 @@ def check_origin(
     Raises:
         ConfigError: the class list, the sampling rate or the features differ.
     """
-    if config.get("classes_sha256", classes.sha256) != classes.sha256:
-        words = (
-            "" if isinstance(classes, KaldiPdfs) else " (--lexicon as well, for other words in its phones)"
-        )
-        raise ConfigError(
-            f"{dataset.classes_path}: is not the class list the model was trained on; {remedy}{words}"
-        )
+    words = "" if isinstance(classes, KaldiPdfs) else " (--lexicon as well, for other words in its phones)"
+    check_classes(config, dataset.classes_path, classes, f"{remedy}{words}")
     of_data = {"sampling_rate": dataset.sampling_rate, "features": dataset.features.to_dict()}
     for name, value in of_data.items():
         if config.get(name, value) != value:
@@ -63,3 +59,18 @@ def check_origin(
                 f"{dataset.path}: {name} {value} is not what the model was trained on ({config[name]}); "
                 f"{remedy}"
             )
+
+
+def check_classes(
+    config: Mapping[str, Any], path: Path, classes: StateInventory | KaldiPdfs, remedy: str
+) -> None:
+    """Refuse a class list, read from `path`, that differs from that of training.
+
+    Args:
+        config, remedy: as for `check_origin`.
+
+    Raises:
+        ConfigError: it differs.
+    """
+    if config.get("classes_sha256", classes.sha256) != classes.sha256:
+        raise ConfigError(f"{path}: is not the class list the model was trained on; {remedy}")

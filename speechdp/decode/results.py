@@ -23,7 +23,7 @@ from speechdp.decode.wer import (
     word_error_rate,
 )
 from speechdp.errors import RunError
-from speechdp.files import cannot_be_written, or_by_links, write_text_atomically
+from speechdp.files import cannot_be_written, or_by_links, remove_left_over, write_text_atomically
 from speechdp.json_input import parse_json
 from speechdp.parallel.run_files import TRAINED_ON, TUNED_NAME
 
@@ -362,6 +362,8 @@ def write_results(run_dir: Path, result: DecodingResult, lists: Mapping[str, str
         if "tuning" in result.settings:  # separate file: a later decoding of this split may use other values
             tuned = {name: record[name] for name in ("grammar", "options", "tuning")}
             write_text_atomically(run_dir / TUNED_NAME, json.dumps(tuned, indent=2) + "\n")
+    for written in (result.hypotheses, wer_path(run_dir, result.name)):
+        remove_left_over(written)
 
 
 @contextmanager

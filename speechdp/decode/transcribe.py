@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from speechdp.data.shards.dataset import Dataset
+from speechdp.data.shards.dataset import MANIFEST_NAME, Dataset
 from speechdp.data.signal.audio import (
     AudioPart,
     AudioSource,
@@ -29,7 +29,7 @@ from speechdp.decode.graphs.graph import Grammar
 from speechdp.decode.kept_graph import KeptGraph
 from speechdp.decode.language_model import StoredModel, language_model_path
 from speechdp.decode.nbest import Candidate, joined, nbest_lines
-from speechdp.decode.origin import is_ctc
+from speechdp.decode.origin import check_classes, is_ctc
 from speechdp.decode.recogniser import DecodingOptions, Recogniser, TrainedModel
 from speechdp.decode.word_times import confidences, ctc_word_spans, word_spans
 from speechdp.errors import ConfigError, RunError
@@ -44,8 +44,25 @@ _MAX_PIECE_S = 3600.0
 _USUAL_PIECE_S, _OF_TRAINING = (5.0, 30.0), 1.5
 
 
-def kept_data(run_dir: Path) -> Dataset:
+#: Remedy for missing or damaged files of `TRAINED_ON`, as in a run that was copied in part.
+COPY_AGAIN = "copy it again from the run, or from the data that were trained on"
+
+
+def kept_description(run_dir: Path) -> Dataset:
     """Open the copy of the training data's description that a run keeps, without shards.
+
+    Raises:
+        RunError: the run keeps none.
+        ShardError: damaged.
+    """
+    path = run_dir / TRAINED_ON / MANIFEST_NAME
+    if not path.is_file():
+        raise RunError(f"{path}: is missing; {COPY_AGAIN}")
+    return Dataset.open(path.parent, remedy=COPY_AGAIN)
+
+
+def kept_data(run_dir: Path) -> Dataset:
+    """Open the copy of the training data's description that a run keeps, with a lexicon.
 
     Raises:
         RunError: the run keeps nothing, or no lexicon.
@@ -55,12 +72,15 @@ def kept_data(run_dir: Path) -> Dataset:
     folder = run_dir / TRAINED_ON
     if (folder / "classes.txt").is_file():
         refuse_kaldi_pdfs(folder / "classes.txt", "transcribe")
-    if not (folder / "lexicon.txt").is_file():
+    if not folder.is_dir():
         raise RunError(
-            f"{folder}: keeps no lexicon to recognise words with; runs of this version keep it, so train "
-            "again, or prepare the recordings and their transcripts with --like RUN and use decode"
+            f"{folder}: is missing, so the run keeps no lexicon to recognise words with; copy it again if "
+            "the run is a copy, else train again (early versions did not keep it), or prepare the recordings "
+            "and their transcripts with --like RUN and use decode"
         )
-    return Dataset.open(folder)
+    if not (folder / "lexicon.txt").is_file():
+        raise RunError(f"{folder / 'lexicon.txt'}: is missing; {COPY_AGAIN}")
+    return kept_description(run_dir)
 
 
 def grammar_of(kept: Dataset) -> Grammar:
@@ -211,7 +231,8 @@ class Transcriber:
         kept_graph: cache for the graph of a large language model; None: no cache.
 
     Raises:
-        ConfigError: the model was trained on features that cannot be computed from audio.
+        ConfigError: the model was trained on features that cannot be computed from audio, or on other classes
+            than those of `kept`.
     """
 
     def __init__(
@@ -228,6 +249,7 @@ class Transcriber:
             raise ConfigError(f"--longest {longest_s:g}: 1 to {_MAX_PIECE_S:g} seconds")
         self._lexicon = Lexicon.load(kept.lexicon_path)
         self._inventory = StateInventory.load(kept.classes_path)
+        check_classes(trained.config, kept.classes_path, self._inventory, COPY_AGAIN)
         self._inventory_states: IntArray = np.arange(self._inventory.num_classes, dtype=np.int32)
         self._tying, self._is_ctc = trained.tying, is_ctc(trained.config)
         self._longest_s = longest_s

@@ -406,6 +406,17 @@ class FolderOwner:
                 self._made.pop().rmdir()
 
 
+def is_owned(folder: Path) -> bool:
+    """Return whether a job may be writing a folder: it has an owner that is not known to have ended."""
+    try:
+        sight = _look(folder / OWNER_FILE)
+    except OSError:
+        return False
+    if sight is None:
+        return False
+    return sight.claimant is None or Claimant.here("", {}).fate_of(sight.claimant) is not Fate.GONE
+
+
 def check_no_file(folder: Path) -> None:
     """Refuse a path that is a file, or a link that does not lead to a folder.  Raises ConfigError."""
     if folder.is_dir():

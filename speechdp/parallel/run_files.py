@@ -15,7 +15,14 @@ from typing import Any
 
 from speechdp import remedies
 from speechdp.errors import ConfigError, RunError
-from speechdp.files import cannot_be_read, cannot_be_written, sync, sync_name, write_text_atomically
+from speechdp.files import (
+    cannot_be_read,
+    cannot_be_written,
+    remove_left_over,
+    sync,
+    sync_name,
+    write_text_atomically,
+)
 from speechdp.json_input import other_version, parse_json
 
 RUN_FORMAT = "speechdp-run"
@@ -295,15 +302,17 @@ class RunDirectory:
             # Leave a line that a full disk cut off as it is; start the next one on a new line.
             whole = text if text.endswith("\n") or not text else f"{text}\n"
             write_text_atomically(path, whole + json.dumps({"started": _now(), **facts}) + "\n")
+        remove_left_over(path)
 
     def _remove_half_written(self) -> None:
         """Remove temporary files that `atomic_path` left of files that only the folder's owner writes.
 
-        Other files, such as owner.json and wer-test.json, may be being written by a command right now.
+        Other files, such as owner.json and wer-test.json, may be being written by a command right now:
+        `remove_left_over` removes these when they are old.
         """
-        for name in _OF_OWNER:
+        for pattern in (*(f".{name}.*.tmp" for name in _OF_OWNER), f"{TRAINED_ON}/.*.tmp"):
             with suppress(OSError):  # it takes room, and no more
-                for path in self.path.glob(f".{name}.*.tmp"):
+                for path in self.path.glob(pattern):
                     path.unlink()
 
     def truncate_metrics(self, step: int, epochs_done: int | None = None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,12 @@ from speechdp.files import (
     cannot_be_used,
     cannot_be_written,
     hand_over,
+    remove_left_over,
     write_text_atomically,
 )
 from speechdp.jsonl import each_line, read_lines
 from speechdp.parallel.run_files import RunDirectory
+from speechdp.report.kit.pages import write_files
 
 ERRORS = (errno.EIO, errno.ENOENT, errno.ESTALE, errno.ENOSPC, errno.EINVAL)
 
@@ -66,6 +69,48 @@ def test_a_start_removes_what_a_killed_one_has_left_and_nothing_of_others(tmp_pa
         (tmp_path / name).touch()
     run.add_start({"step": 3})
     assert {path.name for path in tmp_path.iterdir()} == {"run.json", "starts.jsonl", *others}
+
+
+def left_by_killed(folder: Path, *names: str) -> None:
+    """Make files as they were left in a folder two days ago."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (folder / name).touch()
+        os.utime(folder / name, (time.time() - 2 * 86400,) * 2)
+
+
+OLD = [".owner.json.0123456789abcdef0123456789abcdef.tmp", ".wer-test.json.0a1b2c.tmp"]
+KEPT = [".mine.tmp", ".backup.20261201.tmp", "wer-test.json", ".owner.json.0123456789abcdef.next"]
+
+
+def test_what_is_old_is_removed_beside_a_new_file(tmp_path: Path) -> None:
+    left_by_killed(tmp_path, *OLD, *KEPT)
+    (tmp_path / ".wer-dev.json.0a1b2c.tmp").touch()  # perhaps being written
+    (tmp_path / ".folder.0a1b2c.tmp").mkdir()
+    written = tmp_path / "new"
+    written.touch()
+    remove_left_over(written)
+    there = {path.name for path in tmp_path.iterdir()}
+    assert there == {".wer-dev.json.0a1b2c.tmp", ".folder.0a1b2c.tmp", "new", *KEPT}
+    left_by_killed(tmp_path, *OLD, "new")  # all of one age
+    remove_left_over(written)
+    assert there | set(OLD) == {path.name for path in tmp_path.iterdir()}
+    remove_left_over(tmp_path / "gone" / "new")
+
+
+def test_a_start_and_a_report_remove_what_is_old(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.begin({"fingerprint": "abc"})
+    left_by_killed(run.path, *OLD, *KEPT)
+    left_by_killed(run.path / "trained_on", "lm.json")
+    (run.path / "trained_on" / ".lm.arpa.gz.0a1b2c.tmp").touch()  # only this job writes there
+    run.add_start({"step": 0})
+    here = {path.name for path in run.path.iterdir()}
+    assert here == {"run.json", "starts.jsonl", "trained_on", *KEPT}
+    assert [path.name for path in (run.path / "trained_on").iterdir()] == ["lm.json"]
+    left_by_killed(run.path / "report", *OLD)
+    write_files(run.path / "report", "report", "page", "table", {})
+    assert {path.name for path in (run.path / "report").iterdir()} == {"report.html", "report.csv"}
 
 
 def test_two_that_write_one_file_at_once_leave_it_whole(
@@ -315,3 +360,23 @@ def test_a_file_of_lines_is_closed_also_where_not_all_are_read(
     assert next(each_line(path)) == {"a": 1}
     gc.collect()
     assert [str(warning.message) for warning in recwarn] == []
+
+
+@pytest.mark.parametrize(
+    ("end", "unfinished", "whole"),
+    [
+        ('{"a": 2', 1, 0),
+        ('{"a": ', 1, 0),
+        ('{"a": 2}', 0, 1),  # only its newline is to come
+        ('{"a": \n', 1, None),
+        ("", 0, 0),
+    ],
+)
+def test_a_line_that_is_being_written_is_no_damage(
+    tmp_path: Path, end: str, unfinished: int, whole: int | None
+) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"a": 1}\n' + end)
+    assert read_lines(path).num_damaged == unfinished
+    lines = read_lines(path, grows=True)
+    assert (len(lines.records) - 1, lines.num_damaged) == ((0, 1) if whole is None else (whole, 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,10 +17,12 @@ import soundfile
 import torch
 
 import speechdp
+from speechdp.data.shards.dataset import Manifest
 from speechdp.data.signal.features import FeatureConfig
-from speechdp.errors import ConfigError, RunError
+from speechdp.errors import ConfigError, RunError, ShardError
 from speechdp.labels.hmm import StateInventory
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
+from speechdp.parallel.run_files import WEIGHTS
 from speechdp.synthesis.generate import GenerateOptions, Synthesiser
 from speechdp.tasks.model_file import ClassCounts, load_synthesis_model, save_model
 from tests.helpers.corpora import tone
@@ -142,6 +145,57 @@ def test_what_it_cannot_take(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         call(model)
+
+
+def test_tuned_weights_of_another_grammar_are_not_left_out_without_a_word(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    run = write_run(tmp_path / "run")
+    (run / "trained_on" / "lexicon.txt").write_text("ab ah b\n")
+    Manifest(RATE, FeatureConfig(num_mel_bins=BINS), INVENTORY.num_classes, "flat", "random:", {}).write(
+        run / "trained_on"
+    )
+    record = {
+        "grammar": "ngram",
+        "options": dict.fromkeys(WEIGHTS, 0.5),
+        "tuning": {"split": "dev", "chosen": {"acoustic_scale": 0.5}},
+    }
+    (run / "tuned.json").write_text(json.dumps(record))
+    speechdp.AcousticModel(run, acoustic_scale=1.0).transcribe(tone(0.5), RATE)  # the user's choice
+    assert not recwarn.list
+    model = speechdp.AcousticModel(run)
+    with pytest.warns(UserWarning, match=r"are not used with word-loop; .* with acoustic_scale and") as said:
+        model.transcribe(tone(0.5), RATE)
+    assert [Path(warning.filename) for warning in said] == [Path(__file__)]
+    (run / "tuned.json").write_text(json.dumps(record | {"grammar": "word-loop"}))
+    recwarn.clear()
+    speechdp.AcousticModel(run).transcribe(tone(0.5), RATE)
+    assert not recwarn.list
+
+
+def test_a_run_that_was_copied_in_part_is_refused(tmp_path: Path) -> None:
+    """The words, and the names of classes, would be wrong; the remedy is not to prepare data."""
+    run, file = tmp_path / "run", tmp_path / "talk.wav"
+    model = speechdp.AcousticModel(write_run(run, facts={"classes_sha256": INVENTORY.sha256}))
+    soundfile.write(file, tone(0.5), RATE)
+    again = "copy it again from the run, or from the data that were trained on$"
+    kept = run / "trained_on"
+    with pytest.raises(RunError, match=rf"trained_on/data\.json: is missing; {again}"):
+        model.features(file)
+    with pytest.raises(RunError, match=rf"trained_on/lexicon\.txt: is missing; {again}"):
+        model.transcribe(file)
+    (kept / "lexicon.txt").write_text("ah AH\n")
+    with pytest.raises(RunError, match=rf"trained_on/data\.json: is missing; {again}"):
+        model.transcribe(file)
+    (kept / "data.json").write_text("{")
+    with pytest.raises(ShardError, match=rf"trained_on/data\.json: damaged \(.*\); {again}"):
+        model.transcribe(file)
+    Manifest(RATE, FeatureConfig(num_mel_bins=BINS), 6, "flat", "random:", {}).write(kept)
+    StateInventory(INVENTORY.phones[:1]).save(kept / "classes.txt")  # cut off at the end of a line
+    message = rf"trained_on/classes\.txt: is not the class list the model was trained on; {again}"
+    for call in (lambda: model.class_names, lambda: model.transcribe(file)):
+        with pytest.raises(ConfigError, match=message):
+            call()
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from speechdp.counting import counted
 from speechdp.errors import ConfigError, RunError
@@ -39,7 +41,7 @@ def output_file(path: Path, *, overwrite: bool) -> Path:
         if place.is_symlink():
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         if place.exists() and not overwrite:
-            raise ConfigError(f"{path}: exists; give another name or add --overwrite")
+            raise _exists(path)
         folder = place.absolute().parent
         if not folder.is_dir():
             raise ConfigError(f"{place.parent}: {why_no_folder(folder)}; give a name in a folder that exists")
@@ -54,8 +56,14 @@ def partial_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.partial")
 
 
+def _exists(path: Path) -> ConfigError:
+    return ConfigError(f"{path}: exists; give another name or add --overwrite")
+
+
 @contextmanager
-def growing_files(paths: Sequence[Path], what: str) -> Iterator[Callable[[Sequence[str]], None]]:
+def growing_files(
+    paths: Sequence[Path], what: str, *, overwrite: bool
+) -> Iterator[Callable[[Sequence[str]], None]]:
     """Yield a function that appends one item's texts to the files, in the order of `paths`.
 
     On a clean exit the files get their final names; if nothing was added, no file is made.  If the block
@@ -63,13 +71,15 @@ def growing_files(paths: Sequence[Path], what: str) -> Iterator[Callable[[Sequen
     completely, and a line says so.  Empty ones are removed.
 
     Args:
-        paths: files to write; existing ones are replaced.
+        paths: files to write.
         what: name of an item, to count items by: "recording".
+        overwrite: replace existing files.
 
     Raises:
         RunError: the disk refuses.
+        ConfigError: another command is writing one of the files, or has written it meanwhile.
     """
-    sizes = {partial_of(path): 0 for path in paths}
+    sizes: dict[Path, int] = {}
     count = 0
 
     def add(texts: Sequence[str]) -> None:
@@ -82,25 +92,72 @@ def growing_files(paths: Sequence[Path], what: str) -> Iterator[Callable[[Sequen
             grown[path] = size + len(data)
         sizes, count = grown, count + 1
 
-    try:
-        for partial in sizes:
-            with _writing(partial), partial.open("wb"):
-                pass
-        yield add
-        if count == 0:  # keep existing files, and leave nothing in the way of the corrected command
-            for partial in sizes:
-                partial.unlink(missing_ok=True)
+    with ExitStack() as claims:
+        try:
+            for path in paths:
+                claims.enter_context(_claimed(path, overwrite=overwrite))
+                sizes[partial_of(path)] = 0
+            yield add
+            if count == 0:  # keep existing files, and leave nothing in the way of the corrected command
+                for partial in sizes:
+                    partial.unlink(missing_ok=True)
+                return
+            for path in paths:
+                with _writing(path):
+                    sync(partial_of(path))
+                    hand_over(partial_of(path), path)
+                sync_name(path)
+        except BaseException:
+            for partial, size in sizes.items():
+                with contextlib.suppress(OSError):  # the first error is the one to report
+                    _leave(partial, size, counted(count, what))
+            raise
+
+
+@contextmanager
+def _claimed(path: Path, *, overwrite: bool) -> Iterator[None]:
+    """Make the partial file of `path`, empty; no other command writes either of them during the block.
+
+    Raises:
+        RunError: the disk refuses.
+        ConfigError: another command is writing `path`; or without `overwrite`, one of the files exists.
+    """
+    partial = partial_of(path)
+    while True:
+        with _writing(partial):
+            file = partial.open("ab")
+        with file:
+            if not _is_locked(partial, file):
+                continue
+            if not overwrite and path.exists():
+                if os.fstat(file.fileno()).st_size == 0:
+                    partial.unlink(missing_ok=True)
+                raise _exists(path)
+            if not overwrite and os.fstat(file.fileno()).st_size:
+                raise _exists(partial)
+            with _writing(partial):
+                os.ftruncate(file.fileno(), 0)
+            yield
             return
-        for path in paths:
-            with _writing(path):
-                sync(partial_of(path))
-                hand_over(partial_of(path), path)
-            sync_name(path)
-    except BaseException:
-        for partial, size in sizes.items():
-            with contextlib.suppress(OSError):  # the first error is the one to report
-                _leave(partial, size, counted(count, what))
-        raise
+
+
+def _is_locked(partial: Path, file: BinaryIO) -> bool:
+    """Lock an open partial file; return whether it still has its name, which its last writer may have taken.
+
+    Raises:
+        ConfigError: another command has locked it.
+    """
+    try:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(
+            f"{partial}: another command is writing it; wait until that has ended, or give another name"
+        ) from error
+    except OSError:  # some network disks have no locks
+        return True
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(file.fileno()), partial.stat())
+    return False
 
 
 def _leave(partial: Path, size: int, finished: str) -> None:

@@ -150,12 +150,15 @@ class Dataset:
         self.channel = manifest.channel
 
     @classmethod
-    def open(cls, path: Path | str, *, just_written: bool = False) -> Dataset:
+    def open(
+        cls, path: Path | str, *, just_written: bool = False, remedy: str = "prepare the data again"
+    ) -> Dataset:
         """Read a directory's data.json.
 
         Args:
             path: the directory.
             just_written: the directory was complete a moment ago, so whatever is missing was removed since.
+            remedy: what to do about damage.
 
         Raises:
             ShardError: the directory does not exist, is incomplete, of another version, or damaged.
@@ -179,7 +182,7 @@ class Dataset:
                 f"{file}: cannot be read ({error.strerror}); "
                 f"{path} is not a complete data directory, run speechdp prepare"
             ) from error
-        return cls(path, _parse(file, content), hashlib.sha256(content).hexdigest())
+        return cls(path, _parse(file, content, remedy), hashlib.sha256(content).hexdigest())
 
     @property
     def split_names(self) -> tuple[str, ...]:
@@ -312,7 +315,7 @@ def _refuse_special_files(directory: Path) -> None:
         )
 
 
-def _parse(file: Path, content: bytes) -> Manifest:
+def _parse(file: Path, content: bytes, remedy: str) -> Manifest:
     try:
         values: dict[str, Any] = parse_json(content)
         if not isinstance(values, dict):
@@ -352,7 +355,7 @@ def _parse(file: Path, content: bytes) -> Manifest:
             channel=channel,
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise ShardError(f"{file}: damaged ({damage(error)}); prepare the data again") from error
+        raise ShardError(f"{file}: damaged ({damage(error)}); {remedy}") from error
 
 
 def _parse_split(name: str, values: dict[str, Any]) -> SplitEntry:

@@ -17,7 +17,7 @@ from markupsafe import Markup, escape
 from rich.console import RenderableType
 
 from speechdp.errors import RunError, printable
-from speechdp.files import atomic_path, cannot_be_written, or_by_links
+from speechdp.files import atomic_path, cannot_be_written, or_by_links, remove_left_over
 from speechdp.report.kit import theme
 from speechdp.report.kit.answer import Answer
 from speechdp.report.kit.canvas import Canvas, dashes
@@ -81,6 +81,7 @@ def write_files(
         paths = {folder / f"{picture}.png": draw for picture, draw in pictures.items()}
         drawn = [path for path, draw in paths.items() if draw(path)]
         _write(html_path, page)
+        remove_left_over(html_path)
     return html_path, csv_path, drawn[0] if drawn else None
 
 

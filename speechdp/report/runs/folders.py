@@ -17,6 +17,7 @@ from speechdp.files import cannot_be_read, why_no_folder
 from speechdp.json_input import other_version, parse_json
 from speechdp.jsonl import read_lines
 from speechdp.ownership.overwrite import COMPARISON, PROFILE, SWEEP, TUNE, how_to_continue
+from speechdp.ownership.owner import is_owned
 from speechdp.parallel.run_files import (
     AVERAGED_EPOCHS,
     RUN_VERSION,
@@ -165,16 +166,22 @@ def _read_settings(folder: Path, problems: list[str]) -> dict[str, Any]:
 def _read_with_samples(run_dir: Path, metric: str, split: str = "") -> RunResult:
     """Read a run with its samples, which are by far its largest files."""
     run = read_run(run_dir, metric, split)
+    grows = _is_growing(run_dir)
     samples, problems = [], list(run.problems)
     for path in files_of(run_dir / "timeline", "samples-*.jsonl", problems):
         try:
-            found = read_samples(path)
+            found = read_samples(path, grows=grows)
         except RunError as error:
             problems.append(f"timeline/{path.name}: {str(error).removeprefix(f'{path}: ')}")
             continue
         note_damaged_lines(f"timeline/{path.name}", found.num_damaged, problems)
         samples.append(found)
     return replace(run, samples=tuple(samples), problems=tuple(problems))
+
+
+def _is_growing(run_dir: Path) -> bool:
+    """Return whether a job may be writing a run, so that its files may end in parts of lines."""
+    return not RunDirectory(run_dir).is_complete and is_owned(run_dir)
 
 
 def _without_accuracy(run: RunResult) -> RunResult:
@@ -202,10 +209,11 @@ def read_run(run_dir: Path, metric: str = "", split: str = "", *, times_unfinish
     if not run_dir.is_dir():
         return RunResult(name, run_dir, {}, (), None, None, False, False, (f"{run_dir}: missing",))
     problems: list[str] = []
+    grows = _is_growing(run_dir)  # before its files are read: it may end meanwhile
     settings = _read_settings(run_dir, problems)
     of_script, path = _is_of_script(settings), run_dir / "metrics.jsonl"
     # A script does not have to log anything.
-    records = [] if of_script and not path.is_file() else _read_metrics(path, problems)
+    records = [] if of_script and not path.is_file() else _read_metrics(path, problems, grows=grows)
     task = script_task(metric or last_metric(records)) if of_script else task_record(settings, problems)
     evaluations = _evaluations(records, task, of_script=of_script)
     if of_script and evaluations and evaluations[-1].score is None:
@@ -213,14 +221,15 @@ def read_run(run_dir: Path, metric: str = "", split: str = "", *, times_unfinish
             f"metrics.jsonl: the last {task.metrics[0].key} is not finite, so the run has no score"
         )
     completed = RunDirectory(run_dir).is_complete
-    timing = read_timing(run_dir, problems) if completed or times_unfinished else None
+    timing = read_timing(run_dir, problems, grows=grows) if completed or times_unfinished else None
     word_errors = _find_word_errors(run_dir, split, problems)
     spoken = read_spoken(run_dir, problems)
-    periods = read_periods(run_dir, problems)
+    periods = read_periods(run_dir, problems, grows=grows)
     mean = None if of_script else _mean_model(records, task)
     if not completed:
-        advice = "" if of_script else f"; continue it {how_to_continue(run_dir)}"
-        problems.append(f"completed.json: missing, so the run did not finish{advice}")
+        what = "has not finished; wait for the job that owner.json names" if grows else "did not finish"
+        advice = f"; {'if that has ended, ' if grows else ''}continue it {how_to_continue(run_dir)}"
+        problems.append(f"completed.json: missing, so the run {what}{'' if of_script else advice}")
     return RunResult(
         name, run_dir, settings, evaluations, timing, word_errors, completed, True, tuple(problems),
         spoken=spoken, script_task=task if of_script else None, periods=periods, mean=mean,
@@ -257,10 +266,10 @@ def _read_sweep_file(path: Path) -> dict[str, Any]:
     return sweep
 
 
-def _read_metrics(path: Path, problems: list[str]) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl that name a step."""
+def _read_metrics(path: Path, problems: list[str], *, grows: bool = False) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl that name a step; `grows` as for `read_lines`."""
     try:
-        lines = read_lines(path)
+        lines = read_lines(path, grows=grows)
     except FileNotFoundError:
         problems.append(METRICS_MISSING)
         return []

@@ -16,17 +16,18 @@ from speechdp.timing.steps import PERIODS_FILE
 _MOST = 1e15
 
 
-def read_periods(run_dir: Path, problems: list[str]) -> tuple[PeriodChange, ...]:
+def read_periods(run_dir: Path, problems: list[str], *, grows: bool = False) -> tuple[PeriodChange, ...]:
     """Return the changes of the averaging period, ordered by step; none if it was constant.
 
     Args:
         problems: a line is appended if the file is damaged or cannot be read.
+        grows: whether a job may be writing it, as for `read_lines`.
     """
     path = run_dir / "timeline" / PERIODS_FILE
     if not path.is_file():
         return ()
     try:
-        lines = read_lines(path)
+        lines = read_lines(path, grows=grows)
     except OSError as error:
         problems.append(f"timeline/{path.name}: cannot be read ({error.strerror})")
         return ()

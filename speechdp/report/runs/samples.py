@@ -84,15 +84,18 @@ class Samples:
         return elapsed
 
 
-def read_samples(path: Path) -> Samples:
+def read_samples(path: Path, *, grows: bool = False) -> Samples:
     """Read a file of samples, skipping damaged lines.
+
+    Args:
+        grows: whether a sampler may be writing it, as for `read_lines`.
 
     Raises:
         RunError: the file cannot be read, or has no head line.
     """
     lines = _Lines()
     try:
-        for record in each_line(path):
+        for record in each_line(path, grows=grows):
             lines.add(record)
     except OSError as error:
         raise RunError(

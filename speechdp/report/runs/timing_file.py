@@ -36,8 +36,12 @@ DEFAULT_WARMUP_STEPS = 4
 _EVENTS = ("eval", "checkpoint", MEETING)
 
 
-def read_timing(run_dir: Path, problems: list[str]) -> RunTiming | None:
-    """Return every rank's totals, and note problems of the files; None if nothing was timed."""
+def read_timing(run_dir: Path, problems: list[str], *, grows: bool = False) -> RunTiming | None:
+    """Return every rank's totals, and note problems of the files; None if nothing was timed.
+
+    Args:
+        grows: whether a job may be writing its timelines, as for `read_lines`.
+    """
     path = run_dir / "timing.json"
     if path.is_file():
         record = read_object(path, problems)
@@ -46,7 +50,7 @@ def read_timing(run_dir: Path, problems: list[str]) -> RunTiming | None:
             return timing
         if record is not None:
             problems.append("timing.json: ranks missing or incomplete")
-    timing = _timing_from_timelines(run_dir, problems)
+    timing = _timing_from_timelines(run_dir, problems, grows)
     source = (
         f"summed timeline/ of {counted(len(timing.ranks), 'rank')} instead"
         if timing
@@ -199,11 +203,13 @@ def _feeders(record: dict[str, Any]) -> tuple[Feeder, ...]:
     return tuple(feeders)
 
 
-def _timing_from_timelines(run_dir: Path, problems: list[str]) -> RunTiming | None:
+def _timing_from_timelines(run_dir: Path, problems: list[str], grows: bool) -> RunTiming | None:
     num_ranks, begin = _last_size(run_dir)
-    timing = _sum_of_timelines(run_dir, problems, num_ranks, begin)
+    timing = _sum_of_timelines(run_dir, problems, num_ranks, begin, grows=grows)
     if timing is None and num_ranks is not None:
-        return _sum_of_timelines(run_dir, [], None, 0)  # it has taken no step since its last start
+        return _sum_of_timelines(
+            run_dir, [], None, 0, grows=grows
+        )  # it has taken no step since its last start
     if timing is not None and num_ranks is not None:
         problems.append(
             f"timeline/: summed after step {begin} alone, since it had another number of ranks before"
@@ -229,7 +235,7 @@ def _last_size(run_dir: Path) -> tuple[int | None, int]:
 
 
 def _sum_of_timelines(
-    run_dir: Path, problems: list[str], num_ranks: int | None, begin: int
+    run_dir: Path, problems: list[str], num_ranks: int | None, begin: int, *, grows: bool
 ) -> RunTiming | None:
     """Sum the steps after `begin` of the first `num_ranks` ranks; None: of all."""
     ranks: list[RankTiming] = []
@@ -240,7 +246,7 @@ def _sum_of_timelines(
             continue
         sums = _Sums()
         try:
-            for record in each_line(path):
+            for record in each_line(path, grows=grows):
                 sums.add(record)
         except OSError as error:
             problems.append(f"timeline/{path.name}: cannot be read ({error.strerror})")

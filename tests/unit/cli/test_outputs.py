@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import re
 from pathlib import Path
@@ -61,7 +63,7 @@ def test_files_that_grow_are_left_with_what_is_whole_in_all(
     with (
         faulty_disk(6 if ended_by == "disk" else 0, full()),
         pytest.raises(error) as raised,
-        growing_files(paths, "recording") as add,
+        growing_files(paths, "recording", overwrite=True) as add,
     ):
         for texts in (("x\n", "1\n"), ("y\n", "2\n"), ("third\n", last)):
             add(texts)
@@ -78,20 +80,85 @@ def test_files_that_grow_are_left_with_what_is_whole_in_all(
 def test_files_that_grow_have_their_names_when_they_are_whole(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with growing_files([tmp_path / "a.txt", tmp_path / "none.txt"], "recording") as add:
+    with growing_files([tmp_path / "a.txt", tmp_path / "none.txt"], "recording", overwrite=True) as add:
         add(("x\n", ""))
         assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt.partial", "none.txt.partial"]
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a.txt": "x\n", "none.txt": ""}
     # Nothing to write, as no recording could be read: the mended command finds no file in its way.
-    with growing_files([tmp_path / "a.txt", tmp_path / "new.txt"], "recording"):
+    with growing_files([tmp_path / "a.txt", tmp_path / "new.txt"], "recording", overwrite=True):
         pass
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a.txt": "x\n", "none.txt": ""}
     # A disk that does not keep them, or does not rename one, leaves it as it is.
     with (
         faulty_disk(2, full()),
         pytest.raises(RunError, match=r"c\.txt: cannot be written"),
-        growing_files([tmp_path / "c.txt"], "recording") as add,
+        growing_files([tmp_path / "c.txt"], "recording", overwrite=True) as add,
     ):
         add(("x\n",))
     assert (tmp_path / "c.txt.partial").read_text() == "x\n" and not (tmp_path / "c.txt").exists()
     assert "c.txt.partial: holds the finished part, 1 recording; " in capsys.readouterr().err
+
+
+def test_two_commands_do_not_write_the_same_file(tmp_path: Path) -> None:
+    path, other, partial = (tmp_path / name for name in ("a.txt", "b.txt", "a.txt.partial"))
+
+    def refused_with(message: str, *paths: Path, overwrite: bool = True) -> None:
+        with (
+            pytest.raises(ConfigError, match=f"^{re.escape(message)}$"),
+            growing_files(paths, "recording", overwrite=overwrite),
+        ):
+            raise AssertionError("it has begun")
+        assert not other.with_name("b.txt.partial").exists()
+
+    with growing_files([path], "recording", overwrite=False) as add:
+        add(("x\n",))
+        for overwrite in (False, True):
+            refused_with(
+                f"{partial}: another command is writing it; wait until that has ended, or give another name",
+                other,
+                path,
+                overwrite=overwrite,
+            )
+        add(("y\n",))
+    assert path.read_text() == "x\ny\n"
+    # Written by another command after this one has looked for existing files.
+    refused_with(f"{path}: exists; give another name or add --overwrite", path, overwrite=False)
+    assert [found.name for found in tmp_path.iterdir()] == ["a.txt"] and path.read_text() == "x\ny\n"
+    path.unlink()
+    partial.write_text("of before")  # left by a command that was killed
+    refused_with(f"{partial}: exists; give another name or add --overwrite", path, overwrite=False)
+    assert partial.read_text() == "of before"
+    with growing_files([path], "recording", overwrite=True) as add:
+        add(("z\n",))
+    assert path.read_text() == "z\n" and not partial.exists()
+
+
+def test_a_file_that_another_command_renames_meanwhile_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, lock = tmp_path / "a.txt", fcntl.flock
+    partial = path.with_name("a.txt.partial")
+    partial.write_text("of another command")
+
+    def once_it_has_ended(descriptor: int, how: int) -> None:
+        if not path.exists():
+            partial.rename(path)
+        lock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", once_it_has_ended)
+    with (
+        pytest.raises(ConfigError, match=r"a\.txt: exists; give another name"),
+        growing_files([path], "recording", overwrite=False),
+    ):
+        pass
+    assert path.read_text() == "of another command" and not partial.exists()
+
+
+def test_a_disk_without_locks_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with growing_files([tmp_path / "a.txt"], "recording", overwrite=False) as add:
+        add(("x\n",))
+    assert (tmp_path / "a.txt").read_text() == "x\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -105,6 +106,23 @@ def test_another_scale_takes_its_place(dataset: Dataset, tmp_path: Path, built: 
     assert {path.name for path in (run / GRAPH_FOLDER).iterdir()} == {GRAPH_NAME, RECORD_NAME}
 
 
+def test_what_killed_decodings_left_is_removed(dataset: Dataset, tmp_path: Path, built: list[float]) -> None:
+    run = tmp_path / "run"
+    names = (
+        f"{GRAPH_FOLDER}/.{GRAPH_NAME}.0a1b2c.tmp",
+        "hypotheses/.test.txt.0a1b2c.tmp",
+        ".wer-test.json.0a1b2c.tmp",
+    )
+    for name in names:
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).touch()
+        os.utime(run / name, (0, 0))
+    decode(dataset, run, SerialCommunicator())
+    assert built == [1.0] and (run / GRAPH_FOLDER / GRAPH_NAME).is_file()
+    assert (run / "hypotheses" / "test.txt").is_file() and (run / "wer-test.json").is_file()
+    assert not any((run / name).exists() for name in names)
+
+
 def test_tuning_uses_it(dataset: Dataset, tmp_path: Path, built: list[float]) -> None:
     run = tmp_path
 
@@ -180,7 +198,9 @@ def test_where_it_cannot_be_kept_everybody_builds_one(
     assert built == [1.0, 1.0] and told(results[0]) == told(results[1])
     (line,) = capfd.readouterr().err.splitlines()
     assert (
-        line.startswith("speechdp: warning: ") and str(run / GRAPH_FOLDER) in line and "File exists" in line
+        line.startswith("speechdp: warning: ")
+        and str(run / GRAPH_FOLDER) in line
+        and "(File exists): every" in line
     )
     assert (run / GRAPH_FOLDER).read_text() == "a file of the user's"
 

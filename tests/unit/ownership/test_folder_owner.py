@@ -22,7 +22,14 @@ from speechdp.errors import ConfigError, RunError
 from speechdp.ownership import claimant, owner
 from speechdp.ownership.batch_job import SchedulerJob, find_batch_job
 from speechdp.ownership.claimant import Claimant, ProcessState, process_state
-from speechdp.ownership.owner import OWNER_FILE, FolderOwner, OwnerTiming, StopAsked, Surroundings
+from speechdp.ownership.owner import (
+    OWNER_FILE,
+    FolderOwner,
+    OwnerTiming,
+    StopAsked,
+    Surroundings,
+    is_owned,
+)
 from tests.helpers.mpi import REPOSITORY
 
 POLLS = 60
@@ -111,6 +118,23 @@ def test_one_that_was_killed_is_followed_at_once(tmp_path: Path) -> None:
         and process_state(ended.pid, 1) is ProcessState.GONE
     )
     assert sorted(os.listdir(tmp_path)) == [OWNER_FILE]  # noqa: PTH208
+
+
+def test_a_folder_is_owned_unless_its_owner_has_certainly_ended(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert not is_owned(run)
+    with Host(run).owner:
+        assert is_owned(run)
+    assert not is_owned(run)
+    for name, changes, may_be_written in (
+        ("here", {"pid": 2**30}, False),  # killed
+        ("elsewhere", {}, True),  # nothing is known of it from here
+    ):
+        Host(run, name, **changes).owner.acquire()
+        assert is_owned(run) is may_be_written
+        (run / OWNER_FILE).unlink()
+    (run / OWNER_FILE).write_text("{")
+    assert is_owned(run)
 
 
 def test_a_killed_process_that_nobody_has_waited_for_is_gone() -> None:

@@ -16,6 +16,8 @@ import torch
 from speechdp.comm.base import Communicator, ReduceOp
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.errors import ConfigError, RunError
+from speechdp.ownership.claimant import Claimant
+from speechdp.ownership.owner import OWNER_FILE
 from speechdp.report.kit.choice import lacks_scores
 from speechdp.report.kit.metric_names import terms_of
 from speechdp.report.runs import derived
@@ -27,6 +29,7 @@ from speechdp.report.sweep.report import write_report
 from speechdp.timing.gather import gather_timing, write_timing
 from speechdp.timing.timeline import Span, Timeline
 from tests.helpers.runs import MadeUpRun, write_run, write_sweep
+from tests.helpers.usage_files import write_samples
 
 
 class FakeComm:
@@ -294,6 +297,35 @@ def test_repeated_evaluations_and_torn_lines_of_a_resumed_run(tmp_path: Path) ->
     assert run.evaluations[1].score == -0.33
     assert run.evaluations[1].frames is None
     assert "metrics.jsonl: 1 damaged line passed over" in run.problems
+
+
+@pytest.mark.parametrize("completed", [False, True])
+@pytest.mark.parametrize("owner", ["running", "killed", "none"])
+def test_a_part_of_a_line_at_the_end_is_damage_only_after_the_end(
+    tmp_path: Path, owner: str, completed: bool
+) -> None:
+    path = write_run(MadeUpRun("a", num_evaluations=3, completed=completed), tmp_path)
+    (path / "timing.json").unlink()
+    write_samples(path, "node-a", [[97.0] * 30])
+    ranks = {f"rank-000{rank}.jsonl": '{"step": 1, "wall": 1.0, "frames": 9}\n' for rank in range(2)}
+    for name, text in {**ranks, "periods.jsonl": '{"step": 0, "t": 0.0, "period": "4"}\n'}.items():
+        (path / "timeline" / name).write_text(text)
+    files = [path / "metrics.jsonl", *sorted((path / "timeline").iterdir())]
+    for file in files:
+        file.write_text(file.read_text() + '{"st')
+    if owner != "none":
+        claimant = Claimant.here("train", {})
+        claimant = claimant if owner == "running" else replace(claimant, pid=2**30)
+        (path / OWNER_FILE).write_text(json.dumps(claimant.to_json()))
+    (run,) = read_sweep(path).runs
+    damaged = [problem for problem in run.problems if "damaged line" in problem]
+    is_running = owner == "running" and not completed
+    assert len(damaged) == (0 if is_running else len(files)), run.problems
+    assert len(files) == 5 and run.timing is not None and run.periods and len(run.samples) == 1
+    unfinished = [problem for problem in run.problems if problem.startswith("completed.json: ")]
+    wait = "so the run has not finished; wait for the job that owner.json names; if that has ended, continue"
+    assert len(unfinished) == (0 if completed else 1)
+    assert is_running == any(wait in problem for problem in unfinished)
 
 
 def test_malformed_spans_of_a_timeline_do_not_stop_the_reader(tmp_path: Path) -> None:
