@@ -1,10 +1,11 @@
 """Model averaging whose period grows: frequent averages while the models move far, rare ones later."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from speechdp.errors import ConfigError
 from speechdp.parallel.period import Period, PeriodUnit
+from speechdp.parallel.strategy import Traits
 from speechdp.strategies.mechanisms.periodic import PeriodicStrategy
 from speechdp.timing.timeline import Span
 
@@ -24,6 +25,10 @@ class GrowingAveraging(PeriodicStrategy):
     longest: int = 64
     #: Averages before the period is doubled.
     stay: int = 4
+
+    @property
+    def traits(self) -> Traits:
+        return replace(super().traits, period_changes=True)  # then runs record the period in use
 
     def check_options(self) -> None:
         if self.period.unit is not PeriodUnit.STEPS:

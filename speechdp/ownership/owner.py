@@ -414,7 +414,7 @@ def is_owned(folder: Path) -> bool:
         return False
     if sight is None:
         return False
-    return sight.claimant is None or Claimant.here("", {}).fate_of(sight.claimant) is not Fate.GONE
+    return sight.claimant is None or Claimant.here("", {}).fate_of(sight.claimant) is not ProcessState.GONE
 
 
 def check_no_file(folder: Path) -> None:

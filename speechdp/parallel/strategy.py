@@ -70,6 +70,8 @@ class Traits:
             report.
         changes_over_time: what the strategy exchanges, or how often, changes during training, so the speed of
             some steps does not give the speed of the whole training.
+        period_changes: the period changes during training, `period` being the first one; this includes
+            `changes_over_time`.
         follows_whole_run: the strategy depends on the fraction of the whole training that is done.
         survives_divergence: a rank's loss or parameters may become NaN or infinite if there are other ranks:
             the next exchange repairs them.
@@ -90,10 +92,15 @@ class Traits:
     counts_frames: bool = False
     counts_epochs: bool = False
     changes_over_time: bool = False
+    period_changes: bool = False
     follows_whole_run: bool = False
     survives_divergence: bool = False
     survives_loss: bool = False
     offers_models: bool = False
+
+    def __post_init__(self) -> None:
+        if self.period_changes:
+            object.__setattr__(self, "changes_over_time", True)
 
     @property
     def whole_period(self) -> str | None:
@@ -278,7 +285,8 @@ class Strategy(ABC):
     def statistics(self) -> dict[str, Any]:
         """Return figures of this rank for the report, e.g. `staleness`: counts by age.
 
-        A strategy whose period changes returns the current one as `period`, which evaluations record.
+        A strategy whose period changes returns the current one as `period`, which evaluations record
+        (`PeriodicStrategy` does so).
         """
         return {}
 

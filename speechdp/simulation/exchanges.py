@@ -17,6 +17,29 @@ def is_known(choice: StrategyChoice) -> bool:
     return _declared(choice, _ANY_MODEL) is not None
 
 
+def is_steady(choice: StrategyChoice) -> bool:
+    """Return whether a strategy's exchange is known and the same throughout training."""
+    return is_known(choice) and not choice.parsed.traits.changes_over_time
+
+
+def changes_period(choice: StrategyChoice) -> bool:
+    """Return whether a strategy changes its period; only the exchange of the first one is known."""
+    return is_known(choice) and choice.parsed.traits.period_changes
+
+
+def check_period(choice: StrategyChoice) -> None:
+    """Refuse a user's strategy whose period changes: no constant period stands for its whole training.
+
+    Raises:
+        ConfigError: it is such a strategy.
+    """
+    if choice.name not in own_strategy_names() and changes_period(choice):
+        raise ConfigError(
+            f"--strategies {choice.text}: its period changes during training, and only constant periods are "
+            "predicted; leave it out, and give strategies like model_averaging with the periods that it uses"
+        )
+
+
 def has_period(choice: StrategyChoice) -> bool:
     """Return whether a strategy has an averaging period among its options."""
     return "period" in option_kinds(type(choice.parsed))

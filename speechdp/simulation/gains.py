@@ -8,7 +8,7 @@ from speechdp.errors import ConfigError
 from speechdp.parallel.declared import Exchange
 from speechdp.parallel.period import plain_number
 from speechdp.parallel.registry import StrategyChoice
-from speechdp.simulation.exchanges import exchange_of, has_period
+from speechdp.simulation.exchanges import exchange_of, has_period, is_steady
 from speechdp.simulation.fit import fit_link
 from speechdp.simulation.links import Cluster, Samples
 from speechdp.simulation.measured import MeasuredRun
@@ -49,6 +49,8 @@ def gains_of(run: MeasuredRun) -> list[Gain]:
         run: a finished run; with a single rank only the loading of data is considered.
     """
     request = Request(ranks=(run.ranks,), ranks_per_node=run.ranks_per_node)
+    if run.ranks > 1 and not is_steady(run.strategy):
+        return []  # what it exchanges changes during training, or is unknown here
     try:
         scenario, _ = scenario_of([run], request)
         exchange = exchange_of(run.strategy, scenario.model)

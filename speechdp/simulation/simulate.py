@@ -12,7 +12,15 @@ from speechdp.counting import counted
 from speechdp.errors import ConfigError
 from speechdp.parallel.declared import Exchange, Model
 from speechdp.parallel.registry import StrategyChoice
-from speechdp.simulation.exchanges import exchange_of, has_period, is_known, known_strategies
+from speechdp.report.kit import formatting
+from speechdp.simulation.exchanges import (
+    changes_period,
+    check_period,
+    exchange_of,
+    has_period,
+    is_known,
+    known_strategies,
+)
 from speechdp.simulation.fit import (
     BETWEEN_LATENCY_S,
     WITHIN_BYTES_PER_S,
@@ -117,6 +125,7 @@ def simulate(runs: Sequence[MeasuredRun], request: Request, notes: Sequence[str]
     chosen = basis(runs)
     assumptions += _beyond_measured(chosen, most, scenario.cluster.ranks_per_node)
     assumptions += _in_one_piece(exchanges)
+    assumptions += _first_periods(exchanges)
     all_notes = (*notes, *assumptions)
     return Simulation(chosen, request, scenario, tuple(found), all_notes, tuple(filter(None, refusals)))
 
@@ -150,11 +159,12 @@ def exchanges_of(request: Request, model: Model) -> list[tuple[StrategyChoice, E
     """Return every strategy with every period to simulate, each once.
 
     Raises:
-        ConfigError: a strategy is unknown here, or its options cannot be used.
+        ConfigError: a strategy is unknown here, its period changes, or its options cannot be used.
     """
     strategies = request.strategies or tuple(map(StrategyChoice, known_strategies()))
     found: dict[str, tuple[StrategyChoice, Exchange]] = {}
     for choice in strategies:
+        check_period(choice)
         if not is_known(choice) or not has_period(choice):
             found[choice.text] = (choice, exchange_of(choice, model))
             continue
@@ -190,6 +200,16 @@ def _in_one_piece(exchanges: Sequence[tuple[StrategyChoice, Exchange]]) -> tuple
         "The model's gradients fit into one bucket (bucket_mib), which is sent after backward: no exchange "
         "overlaps with computing, and gradient averaging takes as long as averaging parameters at every "
         "step.",
+    )
+
+
+def _first_periods(exchanges: Sequence[tuple[StrategyChoice, Exchange]]) -> tuple[str, ...]:
+    """Name the strategies whose period changes during training, which are predicted with the first one."""
+    names = dict.fromkeys(choice.name for choice, _ in exchanges if changes_period(choice))
+    return tuple(
+        f"{formatting.capital(name.replace('_', ' '))} changes its period during training: it is predicted "
+        "as if it kept the first one, as model averaging does."
+        for name in names
     )
 
 

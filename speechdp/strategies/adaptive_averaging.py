@@ -104,7 +104,7 @@ class AdaptiveAveraging(ModelAveraging):
             counts_frames=traits.counts_frames
             or self.interval.unit is PeriodUnit.FRAMES
             or points is PointUnit.FRAMES,
-            changes_over_time=True,
+            period_changes=True,
             counts_epochs=points is PointUnit.EPOCHS,
             follows_whole_run=traits.follows_whole_run
             or self.learning_rate == "scale"
@@ -158,7 +158,6 @@ class AdaptiveAveraging(ModelAveraging):
         self._first_loss = 0.0  # 0: not known yet
         self._first_rate = self._last_rate = 0.0
         self._has_warned = False
-        self._noted = 0.0  # the current period as last recorded by this process
 
     def observe_loss(self, total: Tensor, frames: int) -> None:
         super().observe_loss(total, frames)
@@ -166,11 +165,9 @@ class AdaptiveAveraging(ModelAveraging):
             self._loss.add(total, frames)
 
     def step(self, progress: Progress) -> None:
-        if self._window_steps == 0 and self._together is None:
+        if self.rule == "qsr" and self._window_steps == 0 and self._together is None:
             # Not at the preceding average: the scheduler has set this window's learning rate only now.
-            if self.rule == "qsr":
-                self._value = self._period_of_rate(self.replica.learning_rate)
-            self._note_period(progress)
+            self._value = self._period_of_rate(self.replica.learning_rate)
         if self.replica.learning_rate_factor != 1:
             self.replica.update_rule.check_rates(f"{self.name}:learning_rate=scale")
         super().step(progress)
@@ -189,11 +186,6 @@ class AdaptiveAveraging(ModelAveraging):
         ratio = self.alpha / rate
         # Rounding of a ratio must not cost a step.
         return max(self.period.value, math.floor(min(ratio * ratio * (1 + 1e-9), _LONGEST)))
-
-    def _note_period(self, progress: Progress) -> None:
-        if self._value != self._noted:
-            self.timeline.note_period(progress.step - 1, str(self.current_period))
-            self._noted = self._value
 
     def start_apart(self) -> None:
         super().start_apart()
@@ -267,9 +259,6 @@ class AdaptiveAveraging(ModelAveraging):
             if self.period.unit is PeriodUnit.STEPS
             else max(_SHORTEST, value)
         )
-
-    def statistics(self) -> dict[str, Any]:
-        return {**super().statistics(), "period": str(self.current_period)}
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -158,7 +158,8 @@ class ModelAveraging(NodewiseStrategy):
         return self._last_models.means(self.replica.parameters.values) if self.combine else []
 
     def statistics(self) -> dict[str, Any]:
-        return {"times_left_out": self._times_left_out} if self.leave_out > 0 else {}
+        left_out = {"times_left_out": self._times_left_out} if self.leave_out > 0 else {}
+        return {**super().statistics(), **left_out}
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -25,6 +25,7 @@ from speechdp.parallel.registry import describe, parse_strategy
 from speechdp.parallel.replica import Replica
 from speechdp.parallel.strategy import Progress, final_models
 from speechdp.parallel.training_step import TrainingStep
+from speechdp.strategies.mechanisms.periodic import PeriodicStrategy
 from speechdp.timing.timeline import Timeline
 
 TOLERANCE = 1e-9
@@ -46,6 +47,7 @@ def strategy_contract(strategy: str, *, neutral: str | None = "", sizes: Sequenc
     - after saving and loading it continues; a synchronous strategy ends with the same bits as an
       uninterrupted run;
     - training lowers the loss over all ranks' batches;
+    - a period that changes is declared: `traits.period_changes`;
     - nothing still runs after `close`.
 
     Example::
@@ -70,6 +72,7 @@ def strategy_contract(strategy: str, *, neutral: str | None = "", sizes: Sequenc
         options = split_options(given) | split_options(neutral)
         plain = ":".join(filter(None, (name, ",".join(f"{key}={value}" for key, value in options.items()))))
         run_threads(1, lambda comm: _one_rank_is_plain_sgd(comm, plain))
+    run_threads(1, lambda comm: _period_is_declared(comm, strategy))
     checks = [_ranks_agree, _evaluation_leaves_no_trace, _empty_ranks_join, _state_is_whole, _loss_falls]
     # This differs, even on one rank, if `finish` still applies the gradients of an incomplete round.
     if run_threads(1, partial(_moved_by_finish, strategy=strategy))[0] <= TOLERANCE:
@@ -87,6 +90,29 @@ def _one_rank_is_plain_sgd(comm: Communicator, strategy: str) -> None:
     run = StrategyRun(comm, strategy, make_replica(optimizer))
     run.train(0)
     assert_close(run.finish(), plain_sgd(batches_of_all(1), optimizer), f"{strategy}: on one rank, plain SGD")
+
+
+def _period_is_declared(comm: Communicator, strategy: str) -> None:
+    """Check that a strategy whose period differs between windows says so in its traits."""
+    run = StrategyRun(comm, strategy)
+    seen = [_period_of(run)]
+    for step in range(6 * NUM_STEPS):
+        run.step([make_batch(comm.rank, step % NUM_STEPS)])
+        seen.append(_period_of(run))
+    run.finish()
+    changed = [period for period in dict.fromkeys(seen) if period != seen[0]]
+    assert run.strategy.traits.period_changes or not changed, (
+        f"{strategy}: its period changes from {seen[0]} to {changed[0]} during training; declare that in "
+        "traits: return replace(super().traits, period_changes=True)"
+    )
+
+
+def _period_of(run: StrategyRun) -> str:
+    """Return the period in use; "": the strategy has none."""
+    strategy = run.strategy
+    if isinstance(strategy, PeriodicStrategy):
+        return str(strategy.current_period)
+    return str(strategy.statistics().get("period", ""))
 
 
 def _ranks_agree(comm: Communicator, strategy: str) -> None:

@@ -18,6 +18,7 @@ import speechdp
 from speechdp.data.loading.batch import Batch
 from speechdp.errors import ConfigError
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
+from speechdp.parallel.period import Period
 from speechdp.parallel.registry import STRATEGIES, strategy_names
 from speechdp.parallel.strategy import Progress
 from speechdp.strategies.mechanisms.periodic import PeriodicStrategy
@@ -95,6 +96,22 @@ class DoesNotMove(PeriodicStrategy):
         self.average_parameters()
 
 
+class Doubles(PeriodicStrategy):
+    """Doubles its period after every average, and does not declare that."""
+
+    def set_up(self) -> None:
+        super().set_up()
+        self._rounds = 0
+
+    @property
+    def current_period(self) -> Period:
+        return Period(2.0**self._rounds)
+
+    def exchange(self) -> None:
+        self.average_parameters()
+        self._rounds += 1
+
+
 @pytest.mark.parametrize(
     ("faulty", "neutral", "words"),
     [
@@ -104,6 +121,7 @@ class DoesNotMove(PeriodicStrategy):
         (EvaluatesForGood, "", "evaluation changed the parameters"),
         (DoesNotMove, "", "plain SGD: differs"),
         (DoesNotMove, None, "the loss went from"),
+        (Doubles, "", "its period changes from 1 to 2 during training; declare that in traits"),
     ],
 )
 def test_a_faulty_strategy_is_told(

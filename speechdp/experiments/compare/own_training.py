@@ -158,6 +158,8 @@ class OwnTraining(ComparedTraining):
         ranks = min(run.ranks, request.most_decoding_ranks or run.ranks)
         words = ["decode", str(run_dir), str(request.data.absolute()), "--split", split]
         words += [f"--device={request.options.device}"]
+        if request.options.task != TrainOptions().task:  # the file does not name the network's class
+            words += [f"--task={request.options.task}"]
         tune_on = split_to_tune_on(request.data, request.options.held_out, split)
         words += [f"--tune-on={tune_on}"] if tune_on is not None else []
         if ranks > 1:

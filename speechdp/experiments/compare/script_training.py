@@ -16,6 +16,7 @@ from speechdp.experiments.compare.record import RunRecord
 from speechdp.experiments.compare.training import ComparedTraining, log_of
 from speechdp.experiments.jobs import JobStarter
 from speechdp.experiments.race.plan import (
+    CHANGES,
     MOST_STEPS,
     TOO_LONG,
     RaceOptions,
@@ -151,17 +152,21 @@ class _Shown:
         step_s: time of a step, s.
         frames_a_step: mean frames of a rank per step.
         besides_s: time besides steps, evaluations and checkpoints, s; None: not known.
+        period_changed: its averaging period changed, as it recorded: what a strategy that the script itself
+            registers declares is not known here.
     """
 
     steps: int
     step_s: float
     frames_a_step: float
     besides_s: float | None
+    period_changed: bool = False
 
     @classmethod
     def of(cls, run_dir: Path) -> _Shown | None:
         """Return the measurements of a run; None: it was not timed."""
-        timing = read_run(run_dir).timing
+        run = read_run(run_dir)
+        timing = run.timing
         ranks = [] if timing is None else [rank for rank in timing.ranks if rank.steps and rank.wall_s]
         if not ranks:
             return None
@@ -173,6 +178,7 @@ class _Shown:
             max(rank.wall_s / rank.steps for rank in ranks),
             sum(rank.frames / rank.steps for rank in ranks) / len(ranks),
             None if job_s is None else max(0.0, job_s - timed_s),
+            len({change.period for change in run.periods}) > 1,
         )
 
     def turn_steps(self, strategy: StrategyChoice, least: int) -> int:
@@ -312,6 +318,8 @@ class ScriptTraining(ComparedTraining):
 
     def _why_left_out(self, strategy: StrategyChoice, steps: int, pace: _Shown | None) -> str:
         """Return why a setting whose turns have `steps` steps cannot race; "": it can."""
+        if pace is not None and pace.period_changed:
+            return CHANGES
         if steps > MOST_STEPS:
             return TOO_LONG
         last = DEFAULT_WARMUP_STEPS + steps

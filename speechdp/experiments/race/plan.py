@@ -25,6 +25,8 @@ ROUNDS, LEAST_STEPS = 24, 16
 MOST_STEPS = 1024
 #: Maximum number of rounds, because reports compare all pairs of rounds.
 MOST_ROUNDS = 1000
+#: Reasons why a setting does not race.
+CHANGES = "what it exchanges changes during training, and a race sees only the beginning"
 TOO_LONG = f"its period is longer than the {MOST_STEPS} steps that a turn of a race has at most"
 #: Minimum exchanges of a turn if periods may end within a step, so that one more or less matters little.
 _SEVERAL = 4
@@ -174,7 +176,7 @@ def why_left_out(strategy: Strategy) -> str:
     traits = strategy.traits
     period = None if traits.whole_period is None else Period.parse(traits.whole_period)
     if traits.changes_over_time:
-        return "what it exchanges changes during training, and a race sees only the beginning"
+        return CHANGES
     if period is None:
         return ""
     if period.unit is PeriodUnit.STEPS and period.value > MOST_STEPS:

@@ -19,7 +19,7 @@ from speechdp.parallel.period import Period
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.report.runs.folders import read_run
 from speechdp.report.runs.raced import RacedSpeed
-from speechdp.simulation.exchanges import exchange_of, is_known
+from speechdp.simulation.exchanges import exchange_of, is_known, is_steady
 from speechdp.simulation.fit import fitted_link, model_of, observe
 from speechdp.simulation.measured import MeasuredRun, basis, measured_run
 from speechdp.simulation.predict import Interval, is_too_long, predict, why_refused_on
@@ -100,7 +100,7 @@ class Measurement:
             return {}
         # Only differences between settings matter, not the error relative to a run.
         scenario = replace(scenario, spread=0.0, error=0.0)
-        known = [one for one in settings if is_known(one.strategy)]
+        known = [one for one in settings if is_steady(one.strategy)]
         exchanges = [(one.strategy, exchange_of(one.strategy, scenario.model)) for one in known]
         shown = [(strategy, exchange) for strategy, exchange in exchanges if not is_too_long(exchange, ranks)]
         found = {one.strategy.text: one.frames_per_s for one in predict(scenario, ranks, shown)}

@@ -49,7 +49,8 @@ class PeriodicStrategy(Strategy):
     Before `begin`, ranks average gradients at every step, and replicas stay bitwise equal (post-local SGD:
     Lin et al., which switches at the first decay of the learning rate, recalled).
 
-    Subclasses write `exchange`, and extend `state_dict` by their own state.
+    Subclasses write `exchange`, and extend `state_dict` by their own state.  One whose period changes also
+    overrides `current_period` and declares `period_changes` in its traits; each period is then recorded.
     """
 
     #: Time between exchanges: steps (16), frames per rank (600kf) or seconds (5s).
@@ -84,6 +85,8 @@ class PeriodicStrategy(Strategy):
         self._next_look = 0
         #: Averages gradients until local training starts; then None.
         self._together: BucketedGradients | None = None
+        self._records_periods = self.traits.period_changes
+        self._recorded_period = ""  # the last one that this process recorded
         if self.begin.value > 0:
             self._together = BucketedGradients().attach(self.replica, self.comm, self.timeline)
 
@@ -94,6 +97,8 @@ class PeriodicStrategy(Strategy):
             self._together.before_backward(frames)
 
     def step(self, progress: Progress) -> None:
+        if self._records_periods and self._window_steps == 0 and self._together is None:
+            self._record_period(progress)
         self._window_frames += self.replica.frames
         self._window_steps += 1
         self.update(progress)
@@ -105,6 +110,13 @@ class PeriodicStrategy(Strategy):
         elif self.is_due(progress):
             self.end_window()
             self._start_window(progress)
+
+    def _record_period(self, progress: Progress) -> None:
+        """Record the period of the window that this step begins, if it is another than before."""
+        period = str(self.current_period)
+        if period != self._recorded_period:
+            self.timeline.note_period(progress.step - 1, period)
+            self._recorded_period = period
 
     def update(self, progress: Progress) -> None:
         """Apply this step's gradients: those of all ranks until `begin`, then those of this rank alone."""
@@ -219,6 +231,10 @@ class PeriodicStrategy(Strategy):
         with self.replica.restored():
             self.average_parameters()
             yield
+
+    def statistics(self) -> dict[str, Any]:
+        shown = super().statistics()
+        return {**shown, "period": str(self.current_period)} if self._records_periods else shown
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -71,6 +71,22 @@ def test_graphs_that_decoding_keeps_are_removed(tmp_path: Path) -> None:
     assert not graph.exists()
 
 
+@pytest.mark.parametrize(
+    ("given", "says"), [({}, []), ({"task": "tdnn:Tdnn:width=8"}, ["--task=tdnn:Tdnn:width=8"])]
+)
+def test_a_network_of_ones_own_is_decoded_with_its_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], says: list[str]
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "examples" / "own_network")
+    starter = NeverStarts()
+    training = OwnTraining(request_for(tmp_path, "test", epochs=5, **given), starter, lambda text: None)  # type: ignore[arg-type]
+    for name in ("completed.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    assert training.run(RunRecord(SEQUENTIAL, 1, 1, "frames", 5), tmp_path) == "did not start"
+    (words,) = starter.commands
+    assert words[0] == "decode" and [word for word in words if word.startswith("--task")] == says
+
+
 def test_a_run_that_tries_a_learning_rate_trains_with_it_and_is_not_decoded(tmp_path: Path) -> None:
     starter = NeverStarts()
     training = OwnTraining(request_for(tmp_path, "test", epochs=5), starter, lambda text: None)  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ from speechdp.errors import ConfigError
 from speechdp.experiments.compare import script_training
 from speechdp.experiments.compare.record import read_record, write_record
 from speechdp.experiments.jobs import JobStarter, JobStopped
+from speechdp.experiments.race.plan import CHANGES
 from speechdp.experiments.race.record import read_race
 from speechdp.experiments.sweep.plan import SweepPlan, SweepRecord, refuse_other_sweep, write_sweep
 from speechdp.experiments.sweep.script import ScriptSweep
@@ -46,6 +47,8 @@ class FakeRanks:
         self.failing_in: dict[str, int] = {}
         #: Steps of a run, where it is timed.
         self.steps = 0
+        #: Strategies whose runs record that their period changed.
+        self.changing: tuple[str, ...] = ()
 
     def run_script(
         self,
@@ -69,6 +72,10 @@ class FakeRanks:
         settings = {"script": "train.py", "strategy": told["STRATEGY"], "size": num_ranks}
         for name in self.writes:
             (folder / name).write_text(json.dumps(self.logs if name == "metrics.jsonl" else settings))
+        if told["STRATEGY"] in self.changing:
+            (folder / "timeline").mkdir(exist_ok=True)
+            records = ({"step": period - 1, "period": str(period)} for period in (1, 2, 4))
+            (folder / "timeline" / "periods.jsonl").write_text("\n".join(map(json.dumps, records)))
         if self.steps:
             self._time(folder, num_ranks, self.steps)
         return "the final evaluation failed" if self.fails_at_its_end else None
@@ -434,6 +441,17 @@ def test_a_comparison_of_a_script_has_a_race_a_number_of_ranks(ranks: FakeRanks,
     for num_ranks in (2, 3):
         race = read_race(script.parent / "out" / "race" / f"ranks-{num_ranks}.json")
         assert set(race.speeds()) == {"one-rank", "mine:period=40", "bmuf"}
+
+
+def test_a_strategy_of_the_scripts_own_whose_period_changed_does_not_race(
+    ranks: FakeRanks, script: Path
+) -> None:
+    """Only its runs tell: the command that holds the race does not know the strategy."""
+    ranks.steps, ranks.changing = 200, ("mine:period=1",)
+    assert compare(script, "--strategies", "mine:period=1,bmuf,slowmo", "--ranks", "2", "--race", "1") == 0
+    assert {turn[0] for turn in ranks.turns} == {"bmuf", "slowmo"}
+    race = read_race(script.parent / "out" / "race" / "ranks-2.json")
+    assert race.plan.left_out == {"mine:period=1": CHANGES}
 
 
 def test_a_script_that_is_too_short_to_race_is_told_what_to_do(

@@ -21,6 +21,7 @@ from speechdp.options.optimizer import OptimizerOptions
 from speechdp.options.run import ModelOptions, TrainOptions
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.tasks.acoustic import AcousticTask
+from speechdp.tasks.registry import task_class
 from speechdp.tasks.synthesis import SynthesisTask
 from tests.helpers.options import options_with
 
@@ -123,6 +124,8 @@ def test_transcripts_go_with_a_batch_over_all_ranks(given: dict[str, Any]) -> No
 
 def test_every_preset_can_be_given() -> None:
     assert set(typing.get_args(PresetName)) == set(PRESETS), "PresetName of speechdp/options/model.py"
+    of_tasks = [name for task in ("acoustic", "synthesis") for name in task_class(task).presets]
+    assert sorted(of_tasks) == sorted(PRESETS), "`presets` of the task whose model it is"
 
 
 def test_runs_of_earlier_versions_can_be_resumed() -> None:

@@ -218,6 +218,16 @@ def test_a_longer_period_is_proposed_where_none_was_tried(tmp_path: Path) -> Non
     assert "with period 8, " in told("shorter", 2, 1)
 
 
+def test_nothing_is_proposed_for_a_run_whose_period_changed(tmp_path: Path) -> None:
+    """Its strategy may be unknown here, or not declare that: predictions are for a constant period."""
+    run = MadeUpSteps(["node-a"] * 2, "model_averaging:period=1", exchange_s=0.1).write(tmp_path)
+    periods = run / "timeline" / "periods.jsonl"
+    for words, says in ((("1", "1"), True), (("1", "2"), False)):
+        lines = (json.dumps({"step": 8 * k, "t": 0.0, "period": period}) for k, period in enumerate(words))
+        periods.write_text("".join(f"{line}\n" for line in lines))
+        assert bool(gain_sentence(read_run(run), "it")) is says
+
+
 def test_of_a_long_run_the_end_tells_what_would_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = MadeUpSteps(["node-a"] * 2, "model_averaging:period=1", exchange_s=0.1).write(tmp_path)
     whole = gain_sentence(read_run(run), "it")

@@ -15,9 +15,12 @@ import pytest
 
 from speechdp.errors import ConfigError
 from speechdp.experiments.compare.plan import RATES, PlannedRun
+from speechdp.experiments.tune.jobs import Measurement
+from speechdp.experiments.tune.plan import Setting
 from speechdp.parallel import registry
 from speechdp.parallel.declared import Exchange, Model, Pattern
 from speechdp.parallel.registry import StrategyChoice
+from speechdp.parallel.strategy import Traits
 from speechdp.simulation import fit
 from speechdp.simulation.events import mixed_share, serve
 from speechdp.simulation.exchanges import exchange_of, is_known, known_strategies
@@ -332,6 +335,40 @@ def test_what_is_not_predicted_says_why(monkeypatch: pytest.MonkeyPatch) -> None
     ):
         with pytest.raises(ConfigError, match=says):
             exchange_of(StrategyChoice(text), Model(4 * MB, 2, FRAMES, 0.1))
+
+
+def test_the_first_period_of_a_strategy_that_changes_it_is_not_taken_for_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One from outside is refused; ours is predicted with its first period, and a line says so."""
+    monkeypatch.setattr(registry.STRATEGIES, "registered", {})
+
+    @registry.strategy("doubling")
+    @dataclass(eq=False)
+    class Doubling(ModelAveraging):
+        @property
+        def traits(self) -> Traits:
+            return replace(super().traits, period_changes=True)
+
+        def predicted_exchange(self, model: Model) -> Exchange | None:
+            return super().predicted_exchange(model)
+
+    for strategy in ("doubling:period=1", "adaptive_averaging:period=1", "model_averaging:period=1,begin=50"):
+        assert gains_of(MadeUpSteps(["a", "b"], strategy, exchange_s=0.1).measured()) == []
+    runs = [MadeUpSteps(["a", "b"], "model_averaging:period=1", exchange_s=0.1).measured()]
+    for text in ("doubling:period=1", "doubling"):
+        refused = rf"^--strategies {text}: its period changes during training, .*; leave it out, and give "
+        with pytest.raises(ConfigError, match=refused):
+            simulate(runs, Request((2,), strategies=(StrategyChoice(text),)))
+    names = "model_averaging", "adaptive_averaging"
+    for count, says in ((1, 0), (2, 1)):
+        found = simulate(runs, Request((2,), strategies=tuple(map(StrategyChoice, names[:count]))))
+        said = [one for one in found.assumptions if "changes its period" in one]
+        assert len(said) == says and all(one.startswith("Adaptive averaging changes its ") for one in said)
+    # What changes its exchange is left to the race, which says why it cannot tell the speed.
+    settings = [Setting(StrategyChoice(f"{name}:period=4")) for name in ("doubling", *names)]
+    settings.append(Setting(StrategyChoice("model_averaging:period=4,begin=100")))
+    assert list(Measurement(tuple(runs), None).predict(2, settings)) == [settings[1]]
 
 
 def test_what_waits_alike_is_shown_together_the_most_frequent_exchange_first() -> None:
