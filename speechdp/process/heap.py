@@ -3,7 +3,7 @@
 Batches of different lengths make tensors of different sizes.  Between them oneDNN keeps small pieces for each
 of the last 1,024 kernels that it has made, one or more per shape.  The gaps between these are too small for
 the next batch, so glibc takes more memory from the system, and keeps all of it: a rank that uses 0.4 GB holds
-1.2 GB after 50 epochs.  Shapes do not recur soon, so fewer kernels are enough.
+1.2 GB after 50 epochs.  Shapes do not recur soon, so fewer kernels are enough, and leave fewer gaps.
 
 The kernel clears pages that come from the system.  That takes a tenth of a CPU rank's time if, as by glibc's
 defaults, each step returns its tensors' memory and takes it again, and more if each large tensor has pages of
@@ -29,15 +29,20 @@ MOST_FREE, LARGEST_IN_HEAP = 1 << 30, (32 << 20) - 1  # glibc accepts no more fo
 _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 #: Kernels that oneDNN keeps: several times those of a step, for training on chunks, whose shapes are the
-#: same.
-_KERNELS = "64"
+#: same.  An LSTM on whole utterances has new shapes in nearly every batch: no more than the 13 to 21 kernels
+#: of a step are kept for it.
+_KERNELS, _KERNELS_OF_NEW_SHAPES = "64", "24"
 _KERNELS_VARIABLE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 
 
-def keep_few_kernels(environ: MutableMapping[str, str]) -> None:
-    """Let oneDNN keep few kernels, unless the user set their number; call it before it makes the first."""
+def keep_few_kernels(environ: MutableMapping[str, str], *, new_shapes: bool = False) -> None:
+    """Let oneDNN keep few kernels, unless the user set their number; call it before it makes the first.
+
+    Args:
+        new_shapes: the model is an LSTM on whole utterances, which uses few kernels again in a later step.
+    """
     if _KERNELS_VARIABLE.replace("ONEDNN", "DNNL") not in environ:  # the variable's former name
-        environ.setdefault(_KERNELS_VARIABLE, _KERNELS)
+        environ.setdefault(_KERNELS_VARIABLE, _KERNELS_OF_NEW_SHAPES if new_shapes else _KERNELS)
 
 
 def keep_freed_memory(environ: Mapping[str, str]) -> None:

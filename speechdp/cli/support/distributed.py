@@ -27,6 +27,7 @@ from speechdp.comm.startup.world import check_devices, check_sum, check_world, v
 from speechdp.counting import counted
 from speechdp.data.shards.dataset import Dataset
 from speechdp.launching.cores import share_cores
+from speechdp.models.lstm_config import LstmConfig
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.stop import StopRequest
 from speechdp.process.ending import heed_put_off, ignore_signals
@@ -161,7 +162,7 @@ def _session(
         comm: communicator of the training ranks.
         roles: roles of all ranks of the job, if some of them feed.
     """
-    keep_few_kernels(os.environ)
+    keep_few_kernels(os.environ, new_shapes=_has_new_shapes(request.options))
     keep_freed_memory(os.environ)  # training steps would return it to the system; feeders take no steps
     options = request.options
     if request.others.get("--resume") is False:
@@ -194,6 +195,13 @@ def _session(
             "hosts": [roles.hosts[rank] for rank in roles.feeders],
         }
     return Session(dataset, comm, device, reporter, stop, facts)
+
+
+def _has_new_shapes(options: TrainOptions) -> bool:
+    """Return whether the model is an LSTM on whole utterances: nearly every batch has a length of its own."""
+    preset, given = options.preset, options.batch.chunk_frames
+    chunk_frames = preset.chunk_frames if given is None else given
+    return isinstance(preset.model, LstmConfig) and chunk_frames == 0
 
 
 def reporter_maker(comm: Communicator) -> Callable[[str], Reporter]:

@@ -17,7 +17,9 @@ from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.errors import CommunicationError, ConfigError
+from speechdp.options.batch import BatchOptions
 from speechdp.options.faults import FaultOptions
+from speechdp.options.model import ModelOptions
 from speechdp.options.optimizer import OptimizerOptions
 from speechdp.options.run import TrainOptions
 
@@ -88,6 +90,31 @@ def test_a_run_that_begins_has_a_warm_up_if_it_is_said_where_that_starts(
     else:
         with pytest.raises(ConfigError, match=r"--warmup-from 0\.01: there is no warm-up"):
             distributed._session(SerialCommunicator(), request, nothing, nothing)
+
+
+@pytest.mark.parametrize(
+    ("options", "kernels"),
+    [
+        (TrainOptions(), "24"),
+        (TrainOptions(batch=BatchOptions(chunk_frames=20)), "64"),
+        (TrainOptions(model=ModelOptions(preset="swb2000")), "64"),
+        (TrainOptions(model=ModelOptions(preset="swb2000"), batch=BatchOptions(chunk_frames=0)), "24"),
+        (TrainOptions(batch=BatchOptions(global_batch=32)), "24"),
+        (TrainOptions(task="synthesis"), "64"),
+    ],
+)
+def test_an_lstm_on_whole_utterances_keeps_the_kernels_of_a_step(
+    monkeypatch: pytest.MonkeyPatch, options: TrainOptions, kernels: str
+) -> None:
+    """Its batches have new shapes; what those of former steps hold splits the heap into gaps."""
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACITY"):
+        monkeypatch.setenv(name, "")  # so that the end of the test removes what the session sets
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(distributed, "keep_freed_memory", lambda _environ: None)
+    nothing: Any = None
+    request = distributed.SessionRequest(Path("D"), options, "run")
+    distributed._session(SerialCommunicator(), request, nothing, nothing)
+    assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == kernels
 
 
 def test_ranks_that_differ_in_whether_they_tolerate_a_loss_are_told_apart() -> None:

@@ -118,6 +118,8 @@ def test_how_many_kernels_the_user_wants_stays(name: str) -> None:
     environment = {name: "7"}
     keep_few_kernels(environment)
     assert environment == {name: "7"}
+    keep_few_kernels(environment, new_shapes=True)
+    assert environment == {name: "7"}
     nothing: dict[str, str] = {}
     keep_few_kernels(nothing)
     assert nothing == {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
