@@ -76,3 +76,19 @@ def test_an_mpi_without_its_compiler_is_named(tmp_path: Path) -> None:
     (tmp_path / ".venv" / "speechdp-setup.choices").write_text(f"mpi={tmp_path}/site\n")
     done = build(tmp_path, "exit 0", tmp_path / "cache")
     assert done.returncode == 1 and f"{tmp_path}/site/bin/mpicxx is missing" in done.stderr
+
+
+def test_the_tools_of_the_build_do_not_get_into_the_environment(tmp_path: Path) -> None:
+    # With --into it may have a cmake of its own.
+    calls = tmp_path / "calls"
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\ncase "$*" in *download*) exit 1 ;; esac\necho "$*" >>{calls}\n')
+    python.chmod(stat.S_IRWXU)
+    (tmp_path / "launch").mkdir()
+    for name in ("horovod_recipe", "common.sh"):
+        shutil.copy(REPOSITORY / "launch" / name, tmp_path / "launch" / name)
+    command = ["bash", "launch/horovod_recipe", "cpu", str(tmp_path / "work")]
+    subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=300, check=False)
+    (tools,) = (line for line in calls.read_text().splitlines() if "cmake" in line)
+    assert f"pip install --target {tmp_path}/work/tools " in tools
