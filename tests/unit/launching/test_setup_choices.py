@@ -458,6 +458,16 @@ def test_what_could_not_be_downloaded_is_named_in_a_short_line(checkout: Path, t
     assert "--platform manylinux_2_34" in (tmp_path / "packages" / "download.log").read_text()
 
 
+def test_a_download_that_is_left_by_ctrl_c_says_so(checkout: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "packages"
+    (checkout / "pip-download").write_text("kill -INT $PPID; exit 1")
+    left = setup(checkout, "--download", str(folder))
+    assert left.returncode == 130
+    assert left.stderr == "download: interrupted; run the same command again to go on\n"
+    (checkout / "pip-download").write_text(DOWNLOADS.replace("NAMES", "a-1-py3-none-any.whl"))
+    assert setup(checkout, "--download", str(folder)).returncode == 0
+
+
 def test_a_glibc_that_is_too_old_for_torch_is_no_matter_of_the_network(
     checkout: Path, tmp_path: Path
 ) -> None:
