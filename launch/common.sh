@@ -14,7 +14,7 @@ chosen() { # NAME: its value, or nothing
 # Versions that were tried together. OPENMPI_VERSION 5 does not work with horovodrun over MPI.
 OPENMPI_VERSION=4.1.8
 HOROVOD_VERSION=0.28.1
-# Added to the version of what launch/horovod_recipe builds; another one whenever its changes to the source are others:
+# Added to the version of what launch/horovod_recipe builds; another one whenever it builds another wheel:
 # wheels are cached under it, and comm/horovod/gloo.py knows by its `iface` which Horovod keeps to an interface.
 HOROVOD_LABEL=iface.2
 # torch is pinned because Horovod is compiled against it and because some package indexes hold only this
