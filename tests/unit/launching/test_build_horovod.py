@@ -6,17 +6,20 @@ import os
 import shutil
 import stat
 import subprocess
+import time
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 
-def build(folder: Path, recipe: str, cache: Path) -> subprocess.CompletedProcess[str]:
+def build(
+    folder: Path, recipe: str, cache: Path, *words: str, pip: str = "exit 0"
+) -> subprocess.CompletedProcess[str]:
     """Run a copy of the script in `folder`; its Python knows but the wheel's name and where Python.h is."""
     programs = {
         "launch/horovod_recipe": f"#!/bin/sh\n{recipe}\n",
         ".venv/bin/python": "#!/bin/sh\n"
-        f'if [ "$1" = - ]; then cat >/dev/null; echo key; else echo {folder}; fi\n',
+        f'case "$*" in "- "*) cat >/dev/null; echo key ;; "-m pip "*) {pip} ;; *) echo {folder} ;; esac\n',
     }
     for name, text in programs.items():
         path = folder / name
@@ -26,15 +29,17 @@ def build(folder: Path, recipe: str, cache: Path) -> subprocess.CompletedProcess
     (folder / "Python.h").touch()
     for name in ("build_horovod", "common.sh"):
         shutil.copy(REPOSITORY / "launch" / name, folder / "launch" / name)
-    environ = {"PATH": os.environ["PATH"], "SPEECHDP_CACHE": str(cache), "CXX": "sh"}
+    path = f"{folder}/bin:{os.environ['PATH']}"
+    environ = {"PATH": path, "SPEECHDP_CACHE": str(cache), "CXX": "sh"}
     return subprocess.run(
-        ["bash", "launch/build_horovod"],
+        ["bash", "launch/build_horovod", *words],
         cwd=folder,
         env=environ,
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
+        start_new_session=True,
     )
 
 
@@ -44,6 +49,64 @@ def test_a_wheel_is_built_once(tmp_path: Path) -> None:
         done = build(tmp_path, "exit 1" if again else recipe, cache)
         assert (done.returncode, done.stdout) == (0, f"{cache}/wheels/key/horovod-1.whl\n"), done.stderr
         assert ("from the cache" in done.stderr) == again
+
+
+def test_a_wheel_that_pip_does_not_install_is_told_by_why(tmp_path: Path) -> None:
+    recipe = 'mkdir "$2/out" && touch "$2/out/horovod-1.whl"'
+    log = tmp_path / ".venv" / "pip.log"
+    log.parent.mkdir()
+    log.write_text("ERROR: of an earlier call\n")
+    pip = "echo ERROR: ResolutionImpossible; exit 1"
+    done = build(tmp_path, recipe, tmp_path / "cache", "--install", pip=pip)
+    told = done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and f"(ERROR: ResolutionImpossible; log: {log}); no versions for" in told, (
+        told
+    )
+    assert told.endswith("; then run launch/build_horovod --install")
+    assert "\n---- pip install --force-reinstall --no-deps " in log.read_text()
+    done = build(tmp_path, recipe, tmp_path / "cache", "--install", pip="kill -INT $PPID; exit 1")
+    assert done.returncode == 130
+    assert "interrupted, Horovod is not installed; to install it: launch/" in done.stderr.splitlines()[-1]
+
+
+def test_what_killed_builds_have_left_is_removed_after_a_day(tmp_path: Path) -> None:
+    wheels = tmp_path / "cache" / "wheels"
+    for name, age_s in (("building.old", 100_000), ("building.new", 100)):
+        (wheels / name / "source").mkdir(parents=True)
+        os.utime(wheels / name, (time.time() - age_s,) * 2)
+    build(tmp_path, "exit 1", tmp_path / "cache")
+    assert [path.name for path in wheels.iterdir()] == ["building.new"]
+
+
+def test_a_build_ends_with_the_setup_that_it_is_for(tmp_path: Path) -> None:
+    # As the leader of a process group, half a minute is over in no time, and that setup is gone.
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    sleep = tmp_path / "bin" / "sleep"
+    sleep.parent.mkdir()
+    sleep.write_text("#!/bin/sh\nexec /bin/sleep 0.1\n")
+    sleep.chmod(stat.S_IRWXU)
+    recipe = "exec /bin/sleep 300"
+    done = build(tmp_path, recipe, tmp_path / "cache", "--beside", str(gone.pid))
+    assert done.returncode == 130, done.stderr
+    assert "interrupted" not in done.stderr and "Terminated" not in done.stderr  # setup itself says so
+    assert not list((tmp_path / "cache" / "wheels").iterdir())
+
+
+def test_the_tools_of_the_build_do_not_get_into_the_environment(tmp_path: Path) -> None:
+    # With --into it may have a cmake of its own.
+    calls = tmp_path / "calls"
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\ncase "$*" in *download*) exit 1 ;; esac\necho "$*" >>{calls}\n')
+    python.chmod(stat.S_IRWXU)
+    (tmp_path / "launch").mkdir()
+    for name in ("horovod_recipe", "common.sh"):
+        shutil.copy(REPOSITORY / "launch" / name, tmp_path / "launch" / name)
+    command = ["bash", "launch/horovod_recipe", "cpu", str(tmp_path / "work")]
+    subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=300, check=False)
+    (tools,) = (line for line in calls.read_text().splitlines() if "cmake" in line)
+    assert f"pip install --target {tmp_path}/work/tools " in tools
 
 
 def test_a_recipe_that_fails_names_its_log(tmp_path: Path) -> None:

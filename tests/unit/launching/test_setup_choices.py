@@ -76,10 +76,12 @@ def mpi(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def setup(checkout: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run launch/setup without Horovod."""
+def setup(
+    checkout: Path, *words: str, horovod: bool = False, **environ: str
+) -> subprocess.CompletedProcess[str]:
+    """Run launch/setup, without Horovod unless told so."""
     return subprocess.run(
-        ["bash", "launch/setup", "--without-horovod", *words],
+        ["bash", "launch/setup", *(() if horovod else ("--without-horovod",)), *words],
         cwd=checkout,
         env={
             "PATH": os.environ["PATH"],
@@ -275,6 +277,64 @@ def test_setup_goes_on_without_horovod(checkout: Path, code: int, said: str, is_
     assert "up to date" in again.stdout and ("Horovod is not installed" in again.stdout) == is_missing
 
 
+#: A build that takes until it is ended, as it says.
+BUILDS = """
+echo "$*" >>CHECKOUT/builds
+case "$*" in *--if-built*) exit 3 ;; esac
+exec 2>/dev/null # the shell tells of a sleep that is ended
+trap 'echo ended >>CHECKOUT/builds; exit 130' TERM
+while :; do sleep 0.05; done
+"""
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "said"),
+    [
+        ("exit 1", 1, "setup: pip could not install --no-build-isolation --editable "),
+        ("kill -INT $PPID; exit 1", 130, "setup: interrupted; run launch/setup again to go on"),
+        ("kill -TERM $PPID; sleep 1; exit 1", -15, ""),
+    ],
+)
+def test_horovod_is_built_beside_what_ends_its_build(checkout: Path, ends: str, code: int, said: str) -> None:
+    write_program(checkout / "launch" / "build_horovod", BUILDS.replace("CHECKOUT", str(checkout)))
+    python = checkout / "base" / "bin" / "python"
+    python.write_text(
+        python.read_text().replace("-m pip download ", "-m pip install --progress-bar off --no-build")
+    )
+    builds = checkout / "builds"
+    begun = f"until grep -q beside {builds}; do sleep 0.05; done"
+    (checkout / "pip-download").write_text(f"{begun}; {ends}")
+    done = setup(checkout, horovod=True)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert done.stderr.startswith(said) and done.stderr.count("\n") == bool(said)
+    calls = builds.read_text().splitlines()
+    assert calls[0] == "--if-built" and calls[1].startswith("--beside ") and calls[2:] == ["ended"]
+
+
+@pytest.mark.parametrize(
+    ("builds", "calls", "said"),
+    [
+        ("exit 0", ["--install --if-built"], ""),
+        (
+            "echo build_horovod: WHY >&2; exit 1",
+            [],
+            "Horovod is not installed; the mpi back-end will be used",
+        ),
+    ],
+)
+def test_horovod_that_was_built_beside_is_installed_after_it(
+    checkout: Path, builds: str, calls: list[str], said: str
+) -> None:
+    log = checkout / "builds"
+    what = f'echo "$*" >>{log}; case "$*" in --if-built) exit 3 ;; --beside*) {builds} ;; esac'
+    write_program(checkout / "launch" / "build_horovod", what)
+    done = setup(checkout, horovod=True)
+    assert done.returncode == 0 and said in done.stdout, done.stdout + done.stderr
+    assert ("Horovod is not" in done.stdout) == bool(said)
+    assert ("WHY" in done.stderr) == bool(said)
+    assert log.read_text().splitlines()[2:] == calls
+
+
 #: As pip does: a file that is there is kept.
 DOWNLOADS = """
 folder=$5
@@ -336,6 +396,45 @@ def test_a_package_that_is_not_made_for_this_python_is_no_matter_of_the_network(
     assert ("check the network" in done.stderr) == ("Retrying" in pip_says)
 
 
+@pytest.mark.parametrize("wheels", [False, True])
+def test_a_full_disk_is_no_matter_of_the_network_or_of_the_packages(
+    checkout: Path, tmp_path: Path, wheels: bool
+) -> None:
+    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    (tmp_path / "speechdp-packages").write_text(f"python {version} {os.uname().machine}\n")
+    python = checkout / "base" / "bin" / "python"
+    python.write_text(python.read_text().replace("-m pip download ", "-m pip install "))
+    error = "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device"
+    (checkout / "pip-download").write_text(f"echo '{error}'; exit 1")
+    done = setup(checkout, *(("--wheels", str(tmp_path)) if wheels else ()))
+    assert done.returncode == 1 and "; free space, or raise the quota, where packages go, in" in done.stderr
+    assert "network" not in done.stderr, done.stderr
+
+
+def test_choices_that_find_no_space_are_a_line(checkout: Path) -> None:
+    assert setup(checkout).returncode == 0
+    choices = checkout / ".venv" / "speechdp-setup.choices"
+    choices.with_name("speechdp-setup.choices.new").symlink_to("/dev/full")
+    done = setup(checkout, TORCH_SPEC="torch==2.9.1")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith(f"setup: {choices} cannot be written; free space there or raise the quota")
+
+
+def test_what_is_half_made_of_an_environment_is_not_taken_for_one_of_the_users(
+    checkout: Path, tmp_path: Path
+) -> None:
+    python = checkout / "base" / "bin" / "python"
+    whole = python.read_text()
+    # A full disk amid `-m venv --clear`: nor can choices be saved.
+    fails = '[ ! -L "$4" ] && touch "$4/pyvenv.cfg" && ln -s /dev/full "$4/speechdp-setup.choices.new"; false'
+    python.write_text(whole.replace('[ ! -L "$4" ]', fails))
+    words = ("--venv", str(tmp_path / "venv"))
+    assert setup(checkout, *words).returncode == 1
+    python.write_text(whole)
+    done = setup(checkout, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_what_an_earlier_call_of_pip_has_met_is_not_what_this_one_fails_of(checkout: Path) -> None:
     python = checkout / "base" / "bin" / "python"
     python.write_text(python.read_text().replace("-m pip download ", "-m pip install "))
@@ -357,6 +456,16 @@ def test_what_could_not_be_downloaded_is_named_in_a_short_line(checkout: Path, t
     told = failed.stderr.replace(str(tmp_path), "")
     assert "pip could not download what speechdp[synthetic,gpu] and torch==" in told and len(told) < 250, told
     assert "--platform manylinux_2_34" in (tmp_path / "packages" / "download.log").read_text()
+
+
+def test_a_download_that_is_left_by_ctrl_c_says_so(checkout: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "packages"
+    (checkout / "pip-download").write_text("kill -INT $PPID; exit 1")
+    left = setup(checkout, "--download", str(folder))
+    assert left.returncode == 130
+    assert left.stderr == "download: interrupted; run the same command again to go on\n"
+    (checkout / "pip-download").write_text(DOWNLOADS.replace("NAMES", "a-1-py3-none-any.whl"))
+    assert setup(checkout, "--download", str(folder)).returncode == 0
 
 
 def test_a_glibc_that_is_too_old_for_torch_is_no_matter_of_the_network(
