@@ -114,7 +114,7 @@ class Claimant:
         """Return the content of owner.json."""
         return {"format": CLAIM_FORMAT, "version": CLAIM_VERSION, **asdict(self)}
 
-    def fate_of(self, other: Claimant) -> ProcessState:
+    def state_of(self, other: Claimant) -> ProcessState:
         """Return what this process, on its host, knows about another."""
         if self.boot and self.pid_namespace and self.boot == other.boot:
             if self.pid_namespace != other.pid_namespace:

@@ -268,11 +268,11 @@ class FolderOwner:
             StopAsked: this process was asked to stop while it waited.
         """
         other, me = sight.claimant, self._claimant
-        fate = ProcessState.UNKNOWN if other is None else me.fate_of(other)
+        state = ProcessState.UNKNOWN if other is None else me.state_of(other)
         in_its_place = other is not None and me.comes_after(other)
-        if fate is ProcessState.GONE or (in_its_place and fate is ProcessState.UNKNOWN):
+        if state is ProcessState.GONE or (in_its_place and state is ProcessState.UNKNOWN):
             return True
-        if fate is ProcessState.ALIVE and not in_its_place:
+        if state is ProcessState.ALIVE and not in_its_place:
             raise self._refusal(sight)
         timing = self._surroundings.timing
         self._surroundings.print_line(
@@ -286,7 +286,7 @@ class FolderOwner:
             chain = self._chain()
             if not chain or chain[-1].key != sight.key:
                 return False
-            if other is not None and me.fate_of(other) is ProcessState.GONE:
+            if other is not None and me.state_of(other) is ProcessState.GONE:
                 return True
             if chain[-1].changed_ns != sight.changed_ns and not in_its_place:
                 raise self._refusal(chain[-1])
@@ -414,7 +414,7 @@ def is_owned(folder: Path) -> bool:
         return False
     if sight is None:
         return False
-    return sight.claimant is None or Claimant.here("", {}).fate_of(sight.claimant) is not ProcessState.GONE
+    return sight.claimant is None or Claimant.here("", {}).state_of(sight.claimant) is not ProcessState.GONE
 
 
 def check_no_file(folder: Path) -> None:

@@ -162,15 +162,15 @@ def test_a_process_that_ends_while_it_is_looked_at_is_gone(monkeypatch: pytest.M
 
 def test_what_is_known_of_a_host_that_was_started_anew_and_of_containers() -> None:
     me = replace(Claimant.here("train", {}), machine="disk", pid_namespace="pid:[4026531836]")
-    assert me.fate_of(replace(me, boot="an earlier one")) is ProcessState.GONE
-    assert me.fate_of(replace(me, boot="an earlier one", host="another")) is ProcessState.UNKNOWN
-    assert me.fate_of(replace(me, boot="an earlier one", machine="another")) is ProcessState.UNKNOWN
-    assert me.fate_of(replace(me, pid_namespace="pid:[1]", pid=1 << 22)) is ProcessState.UNKNOWN
-    assert me.fate_of(replace(me, boot="", pid=1 << 22)) is ProcessState.UNKNOWN
+    assert me.state_of(replace(me, boot="an earlier one")) is ProcessState.GONE
+    assert me.state_of(replace(me, boot="an earlier one", host="another")) is ProcessState.UNKNOWN
+    assert me.state_of(replace(me, boot="an earlier one", machine="another")) is ProcessState.UNKNOWN
+    assert me.state_of(replace(me, pid_namespace="pid:[1]", pid=1 << 22)) is ProcessState.UNKNOWN
+    assert me.state_of(replace(me, boot="", pid=1 << 22)) is ProcessState.UNKNOWN
     # Containers on two hosts may have one name, and the id of their image, or none.
     for alike in ({"machine": ""}, {"pid_namespace": "pid:[4026532000]"}, {"pid_namespace": ""}):
         here = replace(me, **alike)  # type: ignore[arg-type]
-        assert here.fate_of(replace(here, boot="of another host")) is ProcessState.UNKNOWN
+        assert here.state_of(replace(here, boot="of another host")) is ProcessState.UNKNOWN
 
 
 def test_silence_is_waited_for_and_then_the_folder_is_taken_over(tmp_path: Path) -> None:
