@@ -165,7 +165,7 @@ def draw_staleness(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas
     if max(len(group.ages) for group in shown) > oldest + 1:
         names[-1] += "+"
     ax.set_xticks(range(oldest + 1), names)
-    ax.set_xlabel("staleness (updates by other ranks)")
+    ax.set_xlabel("staleness (updates made elsewhere)")
     ax.set_xlim(-0.6, oldest + 0.6)
     return True
 

@@ -207,9 +207,8 @@ def _timing_from_timelines(run_dir: Path, problems: list[str], grows: bool) -> R
     num_ranks, begin = _last_size(run_dir)
     timing = _sum_of_timelines(run_dir, problems, num_ranks, begin, grows=grows)
     if timing is None and num_ranks is not None:
-        return _sum_of_timelines(
-            run_dir, [], None, 0, grows=grows
-        )  # it has taken no step since its last start
+        # It has taken no step since its last start.
+        return _sum_of_timelines(run_dir, [], None, 0, grows=grows)
     if timing is not None and num_ranks is not None:
         problems.append(
             f"timeline/: summed after step {begin} alone, since it had another number of ranks before"

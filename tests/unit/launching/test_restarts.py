@@ -229,8 +229,10 @@ def test_only_the_host_at_which_it_began_is_blamed(tmp_path: Path) -> None:
     assert [host.name for host in hosts] == ["n1", "n3"]
 
 
-def test_hosts_are_tried_by_starting_a_process_there(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at_once", [1, 2, 32])
+def test_hosts_are_tried_by_starting_a_process_there(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     monkeypatch.setattr("speechdp.launching.restarts._PROBE_S", 300.0)  # this machine may be slow
+    monkeypatch.setattr("speechdp.launching.restarts._PROBES_AT_ONCE", at_once)
 
     def probe(host: Host) -> list[str]:
         return [sys.executable, "-c", f"raise SystemExit({int(host.name == 'n2')})"]
