@@ -243,17 +243,18 @@ def test_ranks_that_have_stopped_learning_come_together(topology: str, size: int
             put(model, own)
             ranks = comm.allreduce(own.clone(), name="own") / comm.size
             spreads = []
-            for number in range(120):
-                with run.step(weight=1) as step:
-                    step.backward(model(batches_of(0, 1)[number % NUM_STEPS]))
-                if number % 10 == 9:
-                    run.state_dict()  # a meeting: nothing is under way
-                    apart = ((flat(model) - ranks) ** 2).sum().reshape(1)
-                    spreads.append(comm.allreduce(apart, name="spread").item())
+            # The threads that exchange may wait for a core meanwhile, so no number of steps is surely enough.
+            while len(spreads) < 12 or (spreads[-1] >= 1e-2 * spreads[0] + 1e-24 and len(spreads) < 300):
+                for number in range(10):
+                    with run.step(weight=1) as step:
+                        step.backward(model(batches_of(0, 1)[number % NUM_STEPS]))
+                run.state_dict()  # a meeting: nothing is under way
+                apart = ((flat(model) - ranks) ** 2).sum().reshape(1)
+                spreads.append(comm.allreduce(apart, name="spread").item())
             assert all(b <= a * (1 + 1e-9) + 1e-24 for a, b in itertools.pairwise(spreads)), spreads
             assert spreads[-1] < 1e-2 * spreads[0] + 1e-24, spreads
             facts = comm.allgather_object(run.strategy.statistics())
-        assert all(sum(fact["staleness"]) == 120 for fact in facts), facts
+        assert all(sum(fact["staleness"]) == 10 * len(spreads) for fact in facts), facts
         sides = [sum(f["exchanges"] for f in facts[first::2]) for first in (0, 1)]
         assert sides[0] == sides[1] > 0, facts
         mixings = [sum(age * n for age, n in enumerate(f["staleness"])) for f in facts]
