@@ -44,6 +44,7 @@ if behaviour in ("complete", "lost"):
         (run / "completed.json").write_text("{}")
     sys.exit(0)
 if behaviour == "die" and rank == 1:
+    time.sleep(2)  # Open MPI does not name a rank that is killed while mpirun is still starting ranks
     os.kill(os.getpid(), signal.SIGKILL)
 while True:  # a signal that comes just before a sleep begins is handled only after it
     time.sleep(0.1)
