@@ -78,7 +78,7 @@ class BatchOptions:
                 )
             share = self._share(recipe, size) or preset.batch_size
             batch_size = 0 if self.batch_frames else share
-        chunk_frames = preset.chunk_frames if self.chunk_frames is None else self.chunk_frames
+        chunk_frames = self.chunk_frames_with(preset)
         if chunk_frames == 0:
             self._refuse_contexts(preset)
         return BatchOptions(
@@ -89,6 +89,10 @@ class BatchOptions:
             batch_frames=self.batch_frames,
             order=self.order,
         )
+
+    def chunk_frames_with(self, preset: Preset) -> int:
+        """Return the frames of a chunk, those of `preset` if none are given; 0: whole utterances."""
+        return preset.chunk_frames if self.chunk_frames is None else self.chunk_frames
 
     def plan(self, seed: int) -> PlanOptions:
         """Return the options of the epoch plan; options must be resolved."""

@@ -29,7 +29,7 @@ def gain_sentence(run: RunResult, label: str, others: Sequence[RunResult] = ()) 
     """
     if not run.completed or run.timing is None:
         return ""
-    if len({change.period for change in run.periods}) > 1:  # predictions are for a constant period
+    if run.has_changed_period:  # predictions are for a constant period
         return ""
     if max(rank.steps for rank in run.timing.ranks) < LEAST_STEPS:  # no need to read timelines
         return ""

@@ -199,9 +199,8 @@ def _session(
 
 def _has_new_shapes(options: TrainOptions) -> bool:
     """Return whether the model is an LSTM on whole utterances: nearly every batch has a length of its own."""
-    preset, given = options.preset, options.batch.chunk_frames
-    chunk_frames = preset.chunk_frames if given is None else given
-    return isinstance(preset.model, LstmConfig) and chunk_frames == 0
+    preset = options.preset
+    return isinstance(preset.model, LstmConfig) and options.batch.chunk_frames_with(preset) == 0
 
 
 def reporter_maker(comm: Communicator) -> Callable[[str], Reporter]:

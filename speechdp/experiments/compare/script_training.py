@@ -178,7 +178,7 @@ class _Shown:
             max(rank.wall_s / rank.steps for rank in ranks),
             sum(rank.frames / rank.steps for rank in ranks) / len(ranks),
             None if job_s is None else max(0.0, job_s - timed_s),
-            len({change.period for change in run.periods}) > 1,
+            run.has_changed_period,
         )
 
     def turn_steps(self, strategy: StrategyChoice, least: int) -> int:

@@ -505,6 +505,11 @@ class RunResult:
         return words(self.setting("options", "batch", "order"))
 
     @property
+    def has_changed_period(self) -> bool:
+        """Whether the averaging period changed during training."""
+        return len({change.period for change in self.periods}) > 1
+
+    @property
     def on_gpu(self) -> bool:
         """Whether the model ran on GPUs."""
         return str(self.settings.get("device", "")).startswith("cuda")
