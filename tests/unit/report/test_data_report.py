@@ -218,7 +218,7 @@ def test_asynchronous_ranks_are_not_told_of_more_threads(tmp_path: Path, place: 
     run = _late(_entry({"preprocess": 50.0, "read": 7.0}, preprocess_on=place), together=False)
     said = _said(tmp_path, run)
     assert "is preprocessing, busy 95 % of the training time: try " in said
-    assert "--feeders" in said and "hreads" not in said.split("feeders pay")[0]
+    assert "--feeders" in said and "hreads" not in said.split("feeders help only if")[0]
 
 
 def test_preprocessing_on_the_gpu_is_proposed_where_there_is_one(tmp_path: Path) -> None:
