@@ -363,7 +363,10 @@ def test_doubts_about_predictions_are_told_where_something_rests_on_them(tmp_pat
     mpi_busy = {"mpi": OutsideLoad(0.98, 0.0)}
     busy = cautions(Search(record, {}, loads=mpi_busy))
     assert "(mpi: 0.98 cores busy with other work), so predictions may be wrong: what was ruled out" in busy
-    assert "(1 setting) should be searched for again" in busy and "back-end was chosen" not in busy
+    assert (
+        "to be sure of what was ruled out by prediction (1 setting), search again" in busy
+        and "back-end was chosen" not in busy
+    )
     failed = replace(record, backends=(*record.backends, BackendRecord("torch")))
     assert "back-end was chosen" not in cautions(Search(failed, {}, loads=mpi_busy))
     two = replace(record, backends=(*record.backends, BackendRecord("torch", 90.0, why="slower")))
@@ -379,7 +382,8 @@ def test_doubts_about_predictions_are_told_where_something_rests_on_them(tmp_pat
     off = replace(record.of(SHORT), predicted=400.0)
     told = cautions(Search(replace(record, tried=(record.tried[0], off, *record.tried[2:])), {}))
     assert (
-        f"The race refutes a prediction: {SHORT} was to be 4.00 times as fast as {GRADIENTS}, and is 1.5"
+        f"The race refutes a prediction: {SHORT} was predicted to be 4.00 times as fast as {GRADIENTS}, "
+        "and is 1.5"
         in told
     )
     # Nothing was ruled out by prediction.
@@ -1296,7 +1300,9 @@ def test_what_is_compared_with_what_is_said(tmp_path: Path) -> None:
     assert re.match(f"{SHORT} .*reach.* the held-out log-probability .*nats/frame soonest: ", answer.headline)
     assert any("] times the speed of gradient averaging." in text for text in answer.details)
     assert any(re.match(f"{LONG} .*reach.* it after .* s of training ", text) for text in answer.details)
-    assert f"{LONG} cannot be told from {SHORT} with so few seeds and so short a race." in answer.cautions
+    assert (
+        f"{LONG} cannot be told apart from {SHORT} with so few seeds and so short a race." in answer.cautions
+    )
 
 
 def test_the_only_one_left_is_not_said_to_be_the_soonest(tmp_path: Path) -> None:
