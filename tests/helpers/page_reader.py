@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -31,4 +32,4 @@ class PageReader(HTMLParser):
 def words_of(page: Path) -> str:
     """Return what a reader sees, on one line: no markup, style sheets or scripts."""
     text = re.sub(r"<(style|script).*?</\1>", " ", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    return " ".join(re.sub(r"<[^>]+>", " ", text).split())
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", text)).split())

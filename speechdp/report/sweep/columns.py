@@ -18,7 +18,7 @@ from speechdp.report.kit.columns import (
 )
 from speechdp.report.kit.formatting import ONE_RANK_LABEL
 from speechdp.report.kit.metric_names import Terms, terms_of
-from speechdp.report.kit.speeds import RACED_HIGH, RACED_LOW, RACED_SPEED, any_raced, times_text
+from speechdp.report.kit.speeds import RACED_HIGH, RACED_LOW, RACED_SPEED, times_text
 from speechdp.report.kit.tables import Column, Value, csv_text, with_figures
 from speechdp.report.runs.derived import RunFigures, task_of
 from speechdp.report.runs.results import Estimate
@@ -115,8 +115,8 @@ def all_columns(rows: Sequence[RunFigures]) -> tuple[FigureColumn, ...]:
 #: Columns that explain the speed; the table shows them after the results.
 _REASONS = ("efficiency", "communication_share", DATA_WAIT.key, "rank_skew", STEPS.key)
 #: Columns to leave out of a narrow terminal first, because others tell much the same (a run's name its
-#: strategy and period); speed and accuracy need the room.
-_DISPENSABLE = (*_REASONS, "strategy", "period", "speedup", SER.key, "time_to_target_s")
+#: strategy); speed and accuracy need the room.
+_DISPENSABLE = (*_REASONS, "strategy", "speedup", SER.key, "time_to_target_s")
 
 
 def main_columns(rows: Sequence[RunFigures]) -> tuple[FigureColumn, ...]:
@@ -129,9 +129,6 @@ def main_columns(rows: Sequence[RunFigures]) -> tuple[FigureColumn, ...]:
     # Results first, because a window or terminal may be too narrow for all columns.
     sizes = {row.run.size for row in rows if not row.run.is_baseline and row.run.size is not None}
     details = (*_DISPENSABLE, "ranks") if len(sizes) < 2 else _DISPENSABLE
-    # The race's speed compares settings, whereas runs had the machine one after another.
-    if any_raced(rows):
-        details = (*details, throughput(terms_of(row.run for row in rows)).key)
     shown = tuple(replace(column, is_detail=column.is_detail or column.key in details) for column in shown)
     reasons = [column for column in shown if column.key in _REASONS]
     return (*(column for column in shown if column.key not in _REASONS), *reasons)

@@ -383,8 +383,7 @@ def test_doubts_about_predictions_are_told_where_something_rests_on_them(tmp_pat
     told = cautions(Search(replace(record, tried=(record.tried[0], off, *record.tried[2:])), {}))
     assert (
         f"The race refutes a prediction: {SHORT} was predicted to be 4.00 times as fast as {GRADIENTS}, "
-        "and is 1.5"
-        in told
+        "and is 1.5" in told
     )
     # Nothing was ruled out by prediction.
     all_raced = search(tmp_path / "all", Jobs(tmp_path / "all"), texts=(GRADIENTS, SHORT, LONG))
