@@ -49,6 +49,8 @@ def make_table(search: Search, marks: Mapping[str, Markup]) -> ShownTable[Settin
 
 def _columns(record: TuneRecord, terms: Terms) -> tuple[Column[SettingRecord], ...]:
     rate = f"{terms.amount}/s"
+    # The time to the target decides; before it is known, the score is all that is.
+    has_times = any(one.times_s for one in record.tried)
     return (
         Column("predicted", "predicted", rate, "From the measured steps and exchanges [90 % interval].",
                lambda one: one.predicted, cell=predicted_text, is_detail=True),
@@ -59,7 +61,7 @@ def _columns(record: TuneRecord, terms: Terms) -> tuple[Column[SettingRecord], .
         Column("rungs", "rungs", "", "In how many rungs of the halving it was trained.",
                lambda one: one.rungs or None, is_detail=True),
         Column("score", terms.short_name, terms.metric.unit, "At the end of its last rung.",
-               lambda one: _score(one, record), terms.number),
+               lambda one: _score(one, record), terms.number, is_detail=has_times),
         Column("time", "to target", "s", "Training time until the target [shortest, longest of the "
                "seeds]; extrapolated if that is after the last rung.",
                _time_s, cell=_time_text),

@@ -47,6 +47,7 @@ from speechdp.simulation.predict import Interval
 from speechdp.tasks.metrics import LOG_PROB, TaskRecord
 from speechdp.timing.load import OutsideLoad
 from tests.helpers.races import made_up_race
+from tests.helpers.terminal import on_terminal
 
 GRADIENTS, SHORT, LONG = "gradient_averaging", "model_averaging:period=4", "model_averaging:period=16"
 DPSGD = "dpsgd"
@@ -1290,6 +1291,15 @@ def test_what_was_refused_is_not_said_to_be_ruled_out_by_its_speed(tmp_path: Pat
     assert alone.headline == f"{GRADIENTS}: no other setting was to be tried." and not alone.cautions
     raced = find_answer(Search(replace(record, tried=(replace(record.tried[0], frames_per_s=1234.0),)), {}))
     assert raced.details == ("It trains at 1,234 frames/s.",)
+
+
+def test_a_narrow_terminal_shows_what_decided(tmp_path: Path) -> None:
+    record = search(tmp_path, Jobs(tmp_path))
+    head = on_terminal(make_table(Search(record, {}), {}), 80).partition("\u2500")[0]
+    assert "raced" in head and "to target" in head
+    unknown = replace(record, tried=tuple(replace(one, times_s=()) for one in record.tried))
+    head = on_terminal(make_table(Search(unknown, {}), {}), 80).partition("\u2500")[0]
+    assert "log-probability" in head and "to target" not in head
 
 
 def test_what_is_compared_with_what_is_said(tmp_path: Path) -> None:
