@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from markupsafe import Markup
 from rich import box
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -157,7 +157,8 @@ class ShownTable(Generic[Row]):
         # Not a title and caption of the table, which would be broken where a narrow table ends.
         title = [Text(self.title, style="bold")] if self.title else []
         below = [Text(caption, style="table.caption")] if caption else []
-        for part in (*title, table, *below):
+        parts: list[RenderableType] = [*title, table, *below]
+        for part in parts:
             for line in console.render_lines(part, options.update(max_width=room), pad=False):
                 yield from _without_blanks(line)
                 yield Segment.line()

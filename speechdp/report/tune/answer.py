@@ -173,7 +173,7 @@ def _doubts(search: Search) -> list[str]:
     what = f"what was ruled out by prediction ({counted(ruled_out, 'setting')})"
     compared = [one.name for one in record.backends if one.speed is not None]
     rests = [what] if ruled_out and record.backend in search.loads else []
-    rests += ["which back-end was chosen"] if len(compared) > 1 else []
+    rests += ["the choice of the back-end"] if len(compared) > 1 else []
     busy = [f"{name}: {load_text(search.loads[name])}" for name in compared if name in search.loads]
     if busy and rests:
         notes.append(

@@ -363,18 +363,18 @@ def test_doubts_about_predictions_are_told_where_something_rests_on_them(tmp_pat
     assert "predict" not in cautions(Search(record, {}, loads={}))
     mpi_busy = {"mpi": OutsideLoad(0.98, 0.0)}
     busy = cautions(Search(record, {}, loads=mpi_busy))
-    assert "(mpi: 0.98 cores busy with other work), so predictions may be wrong: what was ruled out" in busy
+    assert "(mpi: 0.98 cores busy with other work), so predictions may be wrong: to be sure of what" in busy
     assert (
         "to be sure of what was ruled out by prediction (1 setting), search again" in busy
-        and "back-end was chosen" not in busy
+        and "choice of the back-end" not in busy
     )
     failed = replace(record, backends=(*record.backends, BackendRecord("torch")))
-    assert "back-end was chosen" not in cautions(Search(failed, {}, loads=mpi_busy))
+    assert "choice of the back-end" not in cautions(Search(failed, {}, loads=mpi_busy))
     two = replace(record, backends=(*record.backends, BackendRecord("torch", 90.0, why="slower")))
-    assert "and which back-end was chosen should" in cautions(Search(two, {}, loads=mpi_busy))
+    assert "and the choice of the back-end, search again" in cautions(Search(two, {}, loads=mpi_busy))
     other = cautions(Search(two, {}, loads={"torch": OutsideLoad(0.98, 0.3)}))
     assert "(torch: 0.98 cores busy with other work and 0.3 stolen by the virtual machine's host)" in other
-    assert ": which back-end was chosen should" in other
+    assert ": to be sure of the choice of the back-end, search again" in other
     # A common factor rules nothing out wrongly; what was predicted otherwise than the others may be.
     slow = replace(
         record, tried=tuple(replace(one, predicted=0.5 * (one.predicted or 0.0)) for one in record.tried)
