@@ -76,7 +76,7 @@ def draw_picture(picture: SpeechPicture, path: Path) -> None:
         longest = max(len(values) for _, values, _ in spectrograms) * picture.frame_shift_s
         for ax in (attention_axes, *others):
             ax.set_xlim(0, longest)
-        others[-1].set_xlabel("s", color=PRINT.muted, loc="right")
+        others[-1].set_xlabel("time (s)", color=PRINT.muted)
         try:
             with atomic_path(path) as temporary:
                 # Not `savefig`, which first draws everything once more, only for the layout.
@@ -100,7 +100,7 @@ def _draw_attention(ax: Axes, picture: SpeechPicture) -> None:
     )
     places = list(range(0, num_symbols, -(-num_symbols // _MAX_LABELS)))
     ax.set_yticks(places, [_visible(picture.symbols[place]) for place in places])
-    _style(ax, "Attention: which symbol each moment is made of")
+    _style(ax, "Attention: the symbol that each frame is generated from")
     _bar(ax, image, "weight")
 
 

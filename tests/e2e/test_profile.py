@@ -25,7 +25,7 @@ def test_a_profile_of_two_ranks(tmp_path: Path) -> None:
     out = tmp_path / "out"
     ended = ended_within(500, alone("profile", data, out, *OPTIONS))
     assert ended.exit_code == 0, ended.output
-    assert "[1/2] weak-2: 2 ranks, 5 steps" in ended.stdout and " ms a step (" in ended.stdout
+    assert "[1/2] weak-2: 2 ranks, 5 steps" in ended.stdout and " ms per step (" in ended.stdout
     assert str(out / "report" / "profile.html") in ended.stdout
     assert (out / "report" / "profile.html").stat().st_size > 10_000
     profile = read_profile(out)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import html
+import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 
 class PageReader(HTMLParser):
@@ -24,3 +27,9 @@ class PageReader(HTMLParser):
                 self.ids.append(value or "")
             if name in ("src", "href", "xlink:href", "action", "srcset", "data"):
                 self.references.append(value or "")
+
+
+def words_of(page: Path) -> str:
+    """Return what a reader sees, on one line: no markup, style sheets or scripts."""
+    text = re.sub(r"<(style|script).*?</\1>", " ", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", text)).split())

@@ -190,7 +190,7 @@ def job_summary(job: ProfileJob, warmup: int) -> str:
     """Return one line with the time of a step, or of the module that ran alone, as in the tables."""
     costs = job_costs(job, warmup)
     if job.kind in MODULES and job.kind in costs:
-        return f"{milliseconds(costs[job.kind].total_s)} ms a step ({job.kind} alone)"
+        return f"{milliseconds(costs[job.kind].total_s)} ms per step ({job.kind} alone)"
     longest = sorted(set(costs) - {STEP}, key=lambda name: -costs[name].share)[:3]
     parts = [f"{name} {formatting.percent(costs[name].share)} %" for name in longest]
-    return f"{milliseconds(costs[STEP].total_s)} ms a step ({', '.join(parts)})"
+    return f"{milliseconds(costs[STEP].total_s)} ms per step ({', '.join(parts)})"

@@ -135,7 +135,7 @@ def _choose_backend(search: SearchState, speeds: Mapping[str, Mapping[Setting, I
         if name != chosen and speed is not None and best is not None and speed.high < best.low:
             why = f"predicted to be slower than {chosen}"
         elif name != chosen:
-            why = f"cannot be told from {chosen} by what was measured"
+            why = f"cannot be told apart from {chosen} by what was measured"
         _keep_backend(search, name, speed=None if speed is None else speed.mean, why=why)
     search.print_line(f"predict: back-end {chosen}")
     return chosen

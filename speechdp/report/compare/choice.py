@@ -261,8 +261,8 @@ def _at_equal_time(ranks: int, chosen: Group, groups: Sequence[Group]) -> list[s
     near = [group for group in rows if group.score is not None and group.score >= enough]
     if len(near) > 1 and any(group is own for group in near):
         good = f"as small a {terms.short_name} as" if terms.falls else "as accurate as"
-        others = ", ".join(
-            f"{group.label} ({terms.number(group.score)})" for group in near if group is not own
+        others = listed(
+            [f"{group.label} ({terms.number(group.score)})" for group in near if group is not own]
         )
         verb = "has" if terms.falls else "is"
         return [f"{where} {chosen.label} {verb} {good} {others}: {_accuracy(own)}."]

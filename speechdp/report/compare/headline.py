@@ -274,7 +274,7 @@ def tolerance(best: Group) -> float:
     return max(group_terms([best]).metric.near_enough(best.score or 0.0), deviation or 0.0)
 
 
-def listed(sizes: Sequence[int]) -> str:
-    """Write numbers of ranks: `2`, `2, 4 and 8`."""
-    words = [str(size) for size in sizes]
+def listed(items: Sequence[int | str]) -> str:
+    """Write numbers of ranks, or names: `2`, `2, 4 and 8`."""
+    words = [str(item) for item in items]
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -20,7 +20,7 @@ from speechdp.report.kit.learning import HIDDEN, curve_points, learning_axes, li
 from speechdp.report.kit.periods import PeriodCurve, draw_periods, period_units
 from speechdp.report.kit.speeds import any_raced, ranked, ratio_text
 from speechdp.report.kit.svg import Panel
-from speechdp.report.kit.theme import Theme
+from speechdp.report.kit.theme import PRINT, Theme
 
 #: Exchanges older than this share one bar.
 OLDEST_BAR = 12
@@ -70,6 +70,26 @@ def make_panels(groups: Sequence[Group]) -> list[list[Panel]]:
         ),
     ]
     return [line for line in lines if line]
+
+
+def plots_note(groups: Sequence[Group]) -> str:
+    """Return what the marks of the plots mean."""
+    canvas, shown = make_canvas(groups, PRINT), [group for group in groups if group.figures]
+    raced, several = any_raced(shown), any(len(group.figures) > 1 for group in shown)
+    sentences = []
+    if several:
+        single = "Thin lines" if raced else "Small dots and thin lines"
+        means = "thick lines and dots" if raced else "large dots and thick lines"
+        sentences.append(f"{single} are single seeds, {means} their means.")
+    if any(group.raced and group.raced.interval for group in shown):
+        sentences.append("The line through a dot is the 95 % interval of its speed.")
+    if any(dashes(group.label, canvas) for group in shown if group.ranks > 1):
+        sentences.append("Strategies with dashed curves have hollow dots.")
+    sentences.append("An arrow marks a strategy outside of the plotted range.")
+    sentences.append("Where two curves have the same values, the one on top is dashed.")
+    if len({group.ranks for group in shown if group.ranks > 1}) > 1:
+        sentences.append("All learning curves of a row share one vertical range; the rest is cut off.")
+    return " ".join(sentences)
 
 
 def _panel(

@@ -21,9 +21,9 @@ from speechdp.report.compare.groups import (
     read_comparison,
     target_of_most,
 )
-from speechdp.report.compare.panels import make_canvas, make_panels
+from speechdp.report.compare.panels import make_canvas, make_panels, plots_note
 from speechdp.report.compare.rates import rate_cautions
-from speechdp.report.compare.table import SPREAD_NOTE, csv_of_groups, make_tables, trial_table
+from speechdp.report.compare.table import csv_of_groups, make_tables, spread_note, trial_table
 from speechdp.report.kit import theme
 from speechdp.report.kit.choice import metric_meanings
 from speechdp.report.kit.metric_names import terms_of
@@ -86,7 +86,8 @@ def write_comparison(out: Path, target: float | None = None, metric: str = "") -
         amount=terms.amount,
         tables=tables,
         target=until,
-        spread_note=SPREAD_NOTE,
+        spread_note=spread_note(groups),
+        plots_note=plots_note(groups),
         settings=_settings(comparison),
         runs=[_facts(run) for run in (*comparison.trials, *comparison.runs)],
     )
@@ -94,7 +95,9 @@ def write_comparison(out: Path, target: float | None = None, metric: str = "") -
     html, csv, png = write_files(
         out / "compare", "compare", page, csv_of_groups([*groups, *trials], target), {"compare": picture}
     )
-    below = [] if until is None else [Text(f"to target: until {until}.  {SPREAD_NOTE}")]
+    to_target = "" if until is None else f"To target: until {until} on held-out data."
+    notes = " ".join(filter(None, (to_target, spread_note(groups))))
+    below = [Text(f"{notes}\n")] if notes else []
     terminal = [replace(table, note="") for table in tables]
     return WrittenReport(html, csv, png, RichGroup(*terminal, *below), choice.sentences)
 

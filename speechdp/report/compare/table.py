@@ -37,7 +37,6 @@ _MODES = {
 }
 _WHOLE_RUNS = {FRAMES: ("All runs", "Every run is the whole script.")}
 _LOWEST_NOTE = "WER over lowest: above the lowest on as many ranks [95 % interval of the difference]."
-SPREAD_NOTE = "Mean over seeds ± sample standard deviation; one seed has none."
 
 _TRAFFIC = FigureColumn(
     "sent_bytes_per_s", "sent per rank", "MB/s", "Data that a rank sends per second of training (mean).",
@@ -110,6 +109,15 @@ def _raced_ratio(group: Group) -> float | None:
 
 #: Also shows one rank, which has a speed in each of the races.
 _RACED_SPEED = replace(RACED_SPEED, value=_raced_ratio, cell=_raced_text)
+
+
+def spread_note(groups: Sequence[Group]) -> str:
+    """Return what a cell holds if a strategy has several seeds; "" if none has."""
+    seeds = [len(group.finished) for group in groups if group.finished]
+    if max(seeds, default=0) < 2:
+        return ""
+    alone = "; one seed has no deviation" if min(seeds) == 1 else ""
+    return f"Mean over seeds ± sample standard deviation{alone}."
 
 
 def group_terms(groups: Sequence[Group]) -> Terms:

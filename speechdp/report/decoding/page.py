@@ -152,14 +152,14 @@ def speaker_table(speakers: Mapping[str, WerResult]) -> ShownTable[WerResult]:
 def _shortened(table: ShownTable[WerResult]) -> ShownTable[WerResult]:
     """Return the table for a terminal, with only the first, i.e. worst, speakers."""
     left_out = len(table.rows) - _MOST_SPEAKERS
-    note = f"{left_out} more speakers, with fewer errors, are on the page" if left_out > 0 else ""
+    note = f"{left_out} more speakers, with fewer errors, are on the page." if left_out > 0 else ""
     return ShownTable(table.id, table.title, table.columns, table.rows[:_MOST_SPEAKERS], table.first, note)
 
 
 def _confusion_table(rows: Sequence[Confusion]) -> ShownTable[Confusion]:
     columns: tuple[Column[Confusion], ...] = (
         Column("times", "times", "", "How often this confusion occurs.", lambda row: row.times),
-        Column("said", "of", "", "How often the reference word was spoken.", lambda row: row.said),
+        Column("said", "spoken", "", "How often the reference word was spoken.", lambda row: row.said),
         Column(
             "share", "share", "%", "Share of the spoken words.",
             lambda row: row.times / row.said, formatting.percent,

@@ -38,10 +38,12 @@ def machine_warning(runs: Iterable[RunResult], labels: Mapping[str, str], doubt:
         return ""
     slow, fast = found.slow, found.fast
     where = f" on {slow.host}" if slow.host else ""
+    longer, than = f"{formatting.percent(found.excess)} % longer", "than"
+    if found.excess >= 1:
+        longer, than = f"{formatting.number(1 + found.excess)} times as long", "as"
     return (
         f"The machine was not the same for all runs: on rank {slow.rank}{where} a forward pass of the same "
-        f"model took {formatting.percent(found.excess)} % longer in {_named(slow, labels)} than in "
-        f"{_named(fast, labels)}. {doubt}"
+        f"model took {longer} in {_named(slow, labels)} {than} in {_named(fast, labels)}. {doubt}"
     )
 
 

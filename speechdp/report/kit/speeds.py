@@ -127,7 +127,7 @@ def speed_phrase(speed: RacedSpeed, name: str, baseline: str) -> str:
         baseline: name of the setting whose speed is 1.
     """
     if name == baseline:
-        return "the speed that others are compared with"
+        return "the reference speed"
     figures = ratio_text(speed).replace(" ", "\u00a0")
     return f"{figures} times the speed of {baseline}"
 

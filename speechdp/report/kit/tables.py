@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from markupsafe import Markup
 from rich import box
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -149,22 +149,20 @@ class ShownTable(Generic[Row]):
         left_out = [_plain(column.title) for column in self.columns if column not in shown]
         more = f"Only on the page: {', '.join(left_out)}." if left_out else ""
         caption = "\n".join(filter(None, (self.note, more)))
-        table = Table(
-            title=Text(self.title) if self.title else None,
-            title_justify="left",
-            title_style="bold",
-            caption=Text(caption, style="table.caption") if caption else None,
-            caption_justify="left",
-            header_style="bold",
-            box=box.SIMPLE_HEAD,
-        )
+        table = Table(header_style="bold", box=box.SIMPLE_HEAD)
         if lines:
             self._fill_tall(table, lines, room)
         else:
             self._fill_wide(table, shown, room)
-        # A table that is narrower than its caption must not narrow the caption.
-        for line in console.render_lines(table, options.update(max_width=room), pad=False):
-            yield from _without_blanks(line)
+        # Not a title and caption of the table, which would be broken where a narrow table ends.
+        title = [Text(self.title, style="bold")] if self.title else []
+        below = [Text(caption, style="table.caption")] if caption else []
+        parts: list[RenderableType] = [*title, table, *below]
+        for part in parts:
+            for line in console.render_lines(part, options.update(max_width=room), pad=False):
+                yield from _without_blanks(line)
+                yield Segment.line()
+        if below:  # as there is after a table alone
             yield Segment.line()
 
     def _fitting(self, room: int) -> list[Column[Row]]:
@@ -183,7 +181,7 @@ class ShownTable(Generic[Row]):
 
     def _needs(self, column: Column[Row]) -> int:
         """Return the minimum width of a column, with headings and text cells broken between words."""
-        texts = [column.text(row) for _, row in self.rows]
+        texts = [line for _, row in self.rows for line in _lines(column, row)]
         longest = max(map(len, texts), default=0)
         if not column.is_number:
             longest = max(min(longest, _TEXT), *map(_longest_word, texts), 0)
@@ -191,8 +189,8 @@ class ShownTable(Generic[Row]):
 
     def _wants(self, column: Column[Row]) -> int:
         """Return the width of a column if nothing is broken."""
-        texts = [_plain(column.title), column.unit, *(column.text(row) for _, row in self.rows)]
-        return max(map(len, texts))
+        cells = (line for _, row in self.rows for line in _lines(column, row))
+        return max(map(len, [_plain(column.title), column.unit, *cells]))
 
     def _fitting_lines(self, room: int) -> list[Column[Row]]:
         """Return the columns whose lines fit, with names and cells broken between words; omit texts first.
@@ -210,7 +208,10 @@ class ShownTable(Generic[Row]):
             max(
                 map(
                     _longest_word,
-                    (head.text(head.short or head.name).plain, *(one.text(row) for one in shown)),
+                    (
+                        head.text(head.short or head.name).plain,
+                        *(line for one in shown for line in _lines(one, row)),
+                    ),
                 )
             )
             for head, row in self.rows
@@ -250,7 +251,7 @@ class ShownTable(Generic[Row]):
         names = [head.text(head.short or head.name) for head, _ in self.rows]
         needs = self._tall_needs(shown)
         wants = [
-            max(len(name.plain), *(len(column.text(row)) for column in shown))
+            max(len(name.plain), *(len(line) for column in shown for line in _lines(column, row)))
             for name, (_, row) in zip(names, self.rows, strict=True)
         ]
         widths = _widened(needs, wants, room - _tall_width(shown, needs))
@@ -322,8 +323,14 @@ def csv_text(head: Sequence[str], lines: Iterable[Sequence[Value]]) -> str:
     return buffer.getvalue()
 
 
+def _lines(column: Column[Row], row: Row) -> list[str]:
+    """Return the lines of a terminal's cell: each of several figures has one of its own."""
+    text = column.text(row)
+    return text.replace("; ", ";\n").split("\n") if column.is_number else [text]
+
+
 def _terminal_cell(column: Column[Row], row: Row) -> Text:
-    return Text(column.text(row), style="bold yellow" if column.is_notable(row) else "")
+    return Text("\n".join(_lines(column, row)), style="bold yellow" if column.is_notable(row) else "")
 
 
 def _cell(column: Column[Row], row: Row) -> Cell:

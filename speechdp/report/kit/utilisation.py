@@ -195,7 +195,7 @@ class MemoryBar:
 
 
 def draw_memory(
-    ax: Axes, bars: Sequence[MemoryBar], canvas: Canvas, *, on_gpus: bool, title: str = "Memory a rank"
+    ax: Axes, bars: Sequence[MemoryBar], canvas: Canvas, *, on_gpus: bool, title: str = "Memory of each rank"
 ) -> bool:
     """Draw a bar for each rank or run, and state how evenly the memory is distributed.
 

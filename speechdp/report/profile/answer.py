@@ -85,7 +85,7 @@ def _headline(of_kind: dict[str, Scaling], compared: Sequence[Scaling]) -> str:
         name = compared[0].kind
         if name not in (WEAK, STRONG):
             return f"Alone, {_pace(compared[0], name)}."
-        constant = "a constant batch a rank" if name == WEAK else "all ranks' batch constant"
+        constant = "a constant batch per rank" if name == WEAK else "all ranks' batch constant"
         return f"With {constant} {_pace(compared[0], STEP)}."
     if of_kind:
         return _unscaled(weak or next(iter(of_kind.values())))
@@ -120,9 +120,9 @@ def _loses_most(weak: Scaling, judged: list[tuple[float, str]]) -> str:
     lost_s = costs[most].total_s - costs[few].total_s
     times = f"{milliseconds(costs[most].total_s)} instead of {milliseconds(costs[few].total_s)} ms"
     text = (
-        f"{name.capitalize()} loses most: on {rank_count(most)} it takes {milliseconds(lost_s)} ms a step "
+        f"{name.capitalize()} loses most: on {rank_count(most)} it takes {milliseconds(lost_s)} ms per step "
         f"more than on {few} ({times}), which is an efficiency of {formatting.percent(efficiency)} %, "
-        f"and has {formatting.percent(costs[most].share)} % of the step."
+        f"and takes {formatting.percent(costs[most].share)} % of the step."
     )
     exchange_s = exchanged[most].total_s if most in exchanged else 0.0
     return f"{text} Exchange costs more, {milliseconds(exchange_s)} ms." if exchange_s > lost_s else text
@@ -149,7 +149,7 @@ def _lost_by_waiting(weak: Scaling) -> str:
     name, lost_s = max(longer.items(), key=lambda each: each[1])
     gained_s = step[most].total_s - step[few].total_s
     return (
-        f"{text}: {name} takes {milliseconds(lost_s)} ms a step more than on {few}, of "
+        f"{text}: {name} takes {milliseconds(lost_s)} ms per step more than on {few}, of "
         f"{milliseconds(gained_s)} ms that the step takes longer, and has "
         f"{formatting.percent(weak.costs[name][most].share)} % of it."
     )
@@ -196,14 +196,14 @@ def _step(weak: Scaling | None, warmup_steps: int) -> str:
     text = (
         f"The whole step takes {milliseconds(costs[most].total_s)} ms on {rank_count(most)} and "
         f"{milliseconds(costs[few].total_s)} ms on {few}: {formatting.percent(efficiency)} % efficiency at a "
-        "constant batch a rank"
+        "constant batch per rank"
     )
     exchange = weak.costs.get("exchange", {}).get(most)
     if exchange is None:
         return text + "."
     waited = waited_share(weak.jobs[-1], warmup_steps)
     part = "" if waited is None else f", {formatting.percent(waited)} % of it waiting for the last rank"
-    return f"{text}; exchange has {formatting.percent(exchange.share, 1)} % of the step{part}."
+    return f"{text}; exchange takes {formatting.percent(exchange.share, 1)} % of the step{part}."
 
 
 def _strong(strong: Scaling | None) -> str:

@@ -49,8 +49,8 @@ def make_pictures(profile: Profile) -> list[ProfilePicture]:
 
 def _utilisation(profile: Profile) -> ProfilePicture:
     caption = (
-        f"Utilisation over time with and without a blocking trainloader, after figure 2 of {_POSTER}. How "
-        "long ranks waited for batches was measured apart: it stands in the table."
+        f"Utilisation over time with and without a blocking trainloader, after figure 2 of {_POSTER}. The "
+        "table has the time for which ranks waited for batches, which was measured separately."
     )
     letters = "abc"
     drawn = [job for job in loader_jobs(profile) if job.sample_paths]
@@ -81,11 +81,15 @@ def _first_steps(profile: Profile) -> ProfilePicture:
 
 
 def _functions(profile: Profile) -> ProfilePicture:
+    scalings = [make_scaling(profile, kind) for kind in (WEAK, STRONG)]
+    # In weak scaling every bar would be as long as the first.
+    ideal = any(s is not None and s.kind == STRONG and s.ranks[1:] for s in scalings)
+    compared = any(s is not None and s.ranks[1:] for s in scalings)
     caption = (
         f"Time of each function over numbers of ranks, after figure 4 of {_POSTER}: median step after the "
-        "warm-up; light is forward, strong is backward; % is the efficiency; a line marks perfect scaling."
+        f"warm-up; light is forward, dark is backward{'; % is the efficiency' if compared else ''}"
+        f"{'; in strong scaling a line marks perfect scaling' if ideal else ''}."
     )
-    scalings = [make_scaling(profile, kind) for kind in (WEAK, STRONG)]
     found = tuple(_scaling_panel([s], s.kind, SCALING_TITLES[s.kind]) for s in scalings if s is not None)
     return ProfilePicture("functions", caption, found)
 

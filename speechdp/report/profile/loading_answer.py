@@ -39,7 +39,7 @@ def _too_short(blocking: Loading) -> str:
     if steps > TWO_STOPS:
         return ""
     return (
-        f"What a blocking trainloader costs cannot be said: {blocking.job.name} took {steps} steps, too few "
+        f"The cost of a blocking trainloader is not known: {blocking.job.name} took {steps} steps, too few "
         f"for its second stop, which needs more than {TWO_STOPS}: leave out --loader-steps."
     )
 
@@ -58,8 +58,8 @@ def _blocking(blocking: Loading, pooled: Loading | None) -> str:
     by_waiting = (1 - pooled.share) / (1 - blocking.share)
     if abs(more / by_waiting - 1) > _OTHERWISE:
         text += (
-            f"; less waiting explains {by_waiting:.2f} times, and the rest differed otherwise between the "
-            "two jobs, which followed one another"
+            f"; less waiting alone would give {by_waiting:.2f} times: the two jobs, which ran one after the "
+            "other, also differed in other ways"
         )
     return f"{text}."
 

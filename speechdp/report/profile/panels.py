@@ -42,7 +42,7 @@ def draw_scaling(ax: Axes, scalings: Sequence[Scaling], title: str, canvas: Canv
     groups = [(scaling, name) for scaling in scalings for name in shown_functions(scaling)]
     if not groups:
         return False
-    style_axes(ax, title, "ms a step", canvas.theme)
+    style_axes(ax, title, "ms per step", canvas.theme)
     y, longest = 0.0, 0.0
     ticks: list[tuple[float, str]] = []
     for scaling, name in groups:
@@ -76,20 +76,21 @@ def _draw_cost(ax: Axes, y: float, scaling: Scaling, name: str, ranks: int, canv
             continue
         fill, _ = fill_of(name, phase)
         (bar,) = ax.barh(y, 1e3 * seconds, left=left, height=0.84, color=fill, linewidth=0)
-        canvas.tip(bar, f"{rank_count(ranks)}, {name} {phase}".strip() + f": {1e3 * seconds:.3g} ms a step")
+        canvas.tip(bar, f"{rank_count(ranks)}, {name} {phase}".strip() + f": {1e3 * seconds:.3g} ms per step")
         left += 1e3 * seconds
     efficiency = scaling.efficiency(name, ranks) if ranks != scaling.ranks[0] else None
-    text = number(left)
+    text, end = number(left), left
     if efficiency is not None:
         text += f" · {formatting.percent(efficiency)} %"
-    ax.annotate(
-        text, (left, y), xytext=(4, 0), textcoords="offset points", va="center", color=canvas.theme.muted,
-        fontsize="small",
-    )  # fmt: skip
     if scaling.kind == STRONG and efficiency is not None:
         ideal = 1e3 * scaling.costs[name][scaling.ranks[0]].total_s * scaling.ranks[0] / ranks
         (mark,) = ax.plot([ideal, ideal], [y - 0.42, y + 0.42], color=canvas.theme.ink, linewidth=1.4)
         canvas.tip(mark, f"{rank_count(ranks)}, {name}: {ideal:.3g} ms if it scaled perfectly")
+        end = max(left, ideal)  # clear of the mark
+    ax.annotate(
+        text, (end, y), xytext=(4, 0), textcoords="offset points", va="center", color=canvas.theme.muted,
+        fontsize="small",
+    )  # fmt: skip
     return left
 
 

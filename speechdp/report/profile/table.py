@@ -168,7 +168,7 @@ def _loader_table(profile: Profile) -> list[ProfileTable]:
         }
     columns = (
         _number_column("step", "step", "ms", "Mean step after the warm-up."),
-        _number_column("wait", "waiting for batches", "ms a step", "Mean over steps and ranks."),
+        _number_column("wait", "waiting for batches", "ms per step", "Mean over steps and ranks."),
         _percent_column("share", "of the step", "Waiting time divided by the step's time.", digits=1),
         _number_column(
             "rate", "frames/s", "", "Frames of all ranks divided by the step time of the slowest rank."

@@ -282,11 +282,12 @@ def _limit(row: RunFigures, labels: dict[str, str]) -> str:
     lost = row.losses
     if lost is None:
         return ""
-    causes = [
-        (lost.exchange, "communication itself"),
-        (lost.waiting, "waiting for slower ranks" + _straggler(row)),
-        (lost.data_wait, "waiting for data" + _waited_for(row, lost)),
-    ]
+    causes = [(lost.data_wait, "waiting for data" + _waited_for(row, lost))]
+    if row.run.size != 1:
+        causes += [
+            (lost.exchange, "communication itself"),
+            (lost.waiting, "waiting for slower ranks" + _straggler(row)),
+        ]
     if lost.slower_compute is not None and row.run.size != 1:
         causes.append(
             (lost.slower_compute, f"computing slower than one rank does alone ({_sharing(row.run)})")

@@ -88,7 +88,7 @@ def draw_data_rates(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas) -> boo
     if not shown:
         return False
     style_axes(
-        ax, "What the data path could deliver (thin) and training took (thick)", "frames/s", canvas.theme
+        ax, "Thick bars: trained on; thin bars: what the data path could deliver", "frames/s", canvas.theme
     )
     rates = [(row, row.frames_per_s or 0.0, row.data.deliverable_per_s or 0.0) for row in shown if row.data]
     for y, (row, trained, deliverable) in enumerate(rates):
@@ -129,7 +129,7 @@ def _draw_bar(ax: Axes, y: float, rank: RankTiming, label: str, canvas: Canvas) 
         (bar,) = ax.barh(y, share, left=left, height=0.78, color=fill, linewidth=0)
         per_step_ms = 1e3 * seconds_of[name] / max(rank.steps, 1)
         where = f"{label}, rank {rank.rank}" + (f" on {rank.host}" if rank.host else "")
-        canvas.tip(bar, f"{where}: {SPAN_TITLES[name]} {share:.1f} %, {per_step_ms:.3g} ms a step")
+        canvas.tip(bar, f"{where}: {SPAN_TITLES[name]} {share:.1f} %, {per_step_ms:.3g} ms per step")
         if share >= 5:
             ax.text(
                 left + share / 2, y, f"{share:.0f}", color=ink, ha="center", va="center", fontsize="small"

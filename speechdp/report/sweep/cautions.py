@@ -150,18 +150,22 @@ def _averaged(rows: Sequence[RunFigures], labels: dict[str, str]) -> str:
 
 def _improving(comparable: Sequence[RunFigures], labels: dict[str, str]) -> str:
     """Name the runs that were still improving at the end; "" for a single run, which is not compared."""
-    named: list[str] = []
-    for row in comparable if len(comparable) > 1 else ():
-        gain = last_gain(row)
-        if gain is not None and row.score is not None and gain > LITTLE * abs(row.score):
-            named.append(f"{labels[row.run.name]} ({terms_of([row.run]).gain(gain)})")
-    if not named:
+    gains = [
+        (gain, row)
+        for row in (comparable if len(comparable) > 1 else ())
+        if (gain := last_gain(row)) is not None and row.score is not None and gain > LITTLE * abs(row.score)
+    ]
+    if not gains:
         return ""
-    who = "Every run was still improving" if len(named) == len(comparable) else "Still improving"
-    return (
-        f"{who} at the last evaluation: {', '.join(named)}. After more training the runs may rank "
-        "differently."
-    )
+    terms = terms_of(row.run for row in comparable)
+    if len(gains) == len(comparable):
+        ordered = sorted(gain for gain, _ in gains)
+        ends = dict.fromkeys(map(terms.gain, (ordered[0], ordered[-1])))
+        named = f"Every run was still improving at the last evaluation ({' to '.join(ends)})"
+    else:
+        each = ", ".join(f"{labels[row.run.name]} ({terms.gain(gain)})" for gain, row in gains)
+        named = f"Still improving at the last evaluation: {each}"
+    return f"{named}. After more training the runs may rank differently."
 
 
 def _past_best(comparable: Sequence[RunFigures], labels: dict[str, str]) -> str:

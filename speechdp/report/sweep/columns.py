@@ -127,8 +127,8 @@ def main_columns(rows: Sequence[RunFigures]) -> tuple[FigureColumn, ...]:
     hidden = [] if any(row.run.task.decodes for row in rows) else [WER, OVER_LOWEST]
     shown = with_figures((column for column in all_columns(rows) if column not in hidden), rows)
     # Results first, because a window or terminal may be too narrow for all columns.
-    same_ranks = len({row.run.size for row in rows if not row.run.is_baseline}) < 2
-    details = (*_DISPENSABLE, "ranks") if same_ranks else _DISPENSABLE
+    sizes = {row.run.size for row in rows if not row.run.is_baseline and row.run.size is not None}
+    details = (*_DISPENSABLE, "ranks") if len(sizes) < 2 else _DISPENSABLE
     shown = tuple(replace(column, is_detail=column.is_detail or column.key in details) for column in shown)
     reasons = [column for column in shown if column.key in _REASONS]
     return (*(column for column in shown if column.key not in _REASONS), *reasons)

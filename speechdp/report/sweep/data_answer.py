@@ -71,7 +71,7 @@ def path_sentences(row: RunFigures, label: str) -> list[str]:
     if data.deliverable_per_s is not None and row.frames_per_s is not None:
         sentences.append(
             f"The data path could deliver about {formatting.estimate(data.deliverable_per_s)} frames/s, "
-            f"estimated from {_basis(row, data.bottleneck)}; training took "
+            f"estimated from {_basis(row, data.bottleneck)}; training used "
             f"{formatting.count(row.frames_per_s)}."
         )
     if data.feeders:
@@ -112,15 +112,15 @@ def _cause(row: RunFigures) -> str:
         return (
             f"No stage of the data path is busy all the time (most of all {stage}, "
             f"{formatting.percent(busy)} % of it), so single batches are late or the loader's threads lack "
-            f"CPU cores: try fewer compute threads a rank, or {_feeders(data)}."
+            f"CPU cores: try fewer compute threads per rank, or {_feeders(data)}."
         )
     share = "" if busy is None else f", busy {formatting.percent(min(busy, 1.0))} % of the training time"
     remedies = _listed(_remedies(row, data))
     text = f"The bottleneck of its data path is {stage}{share}: try {remedies}."
     if "--feeders" in remedies or "--loader-threads" in remedies:
         text += (
-            f" {'Feeders' if data.apart else 'Threads and feeders'} need cores that are idle; feeders pay if "
-            "their threads outnumber those of the ranks they feed."
+            f" {'Feeders' if data.apart else 'Threads and feeders'} need cores that are idle; feeders help "
+            "only if their threads outnumber those of the ranks they feed."
         )
     return text
 
@@ -153,8 +153,8 @@ def _slow_storage(data: DataFigures, label: str) -> str:
     rate = data.read_bytes_per_s
     speed = "" if rate is None else f" and are read at {formatting.megabytes(rate)} MB/s"
     return (
-        f"The shards of {label} are stored {data.storage}{speed}; `speechdp shard` rewrites them, "
-        "contiguous, which reads as fast as the disk."
+        f"The shards of {label} are stored {data.storage}{speed}; `speechdp shard` rewrites them as "
+        "contiguous ones, which are read as fast as the disk allows."
     )
 
 

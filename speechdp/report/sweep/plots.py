@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from speechdp.report.kit import formatting
-from speechdp.report.kit.canvas import MOST_DOTS, Canvas, style_axes
+from speechdp.report.kit.canvas import MOST_DOTS, Canvas, dashes, style_axes
 from speechdp.report.kit.learning import (
     HIDDEN,
     curve_points,
@@ -103,10 +104,17 @@ def draw_by_period(ax: Axes, rows: Sequence[RunFigures], measure: PlotMeasure, c
     joined = sorted((x, measure.value(row)) for x, _, row in placed if row.run.model_period is not None)
     if len({row.run.strategy for _, _, row in placed if row.run.model_period is not None}) == 1:
         ax.plot(*zip(*joined, strict=True), color=canvas.theme.grid, linewidth=2, zorder=1)
+    xs = [x for x, _, _ in placed]
+    crowded = _are_crowded(xs)
     for x, _, row in placed:
-        _draw_point(ax, x, row, measure, canvas)
-    _limit_axes(ax, [x for x, _, _ in placed], measure)
-    ax.set_xticks([x for x, _, _ in placed], [tick for _, tick, _ in placed])
+        _draw_point(ax, x, row, measure, canvas, written=not crowded)
+    _limit_axes(ax, xs, measure)
+    ticks = [tick for _, tick, _ in placed]
+    if crowded:
+        across = [tick.replace("\n", " ") for tick in ticks]
+        ax.set_xticks(xs, across, rotation=45, ha="right", rotation_mode="anchor")
+    else:
+        ax.set_xticks(xs, ticks)
     # Ticks of periods in frames or seconds include the unit.
     label = "averaging period (steps)" if _are_in_steps(rows) else "averaging period"
     ax.set_xlabel(label if joined else "")
@@ -157,9 +165,9 @@ def draw_learning(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas, *, over_
         colour = canvas.colours[row.run.name]
         hidden = sum(lies_on(points, other, nearest) for other in drawn)
         drawn.append(points)
-        (line,) = ax.plot(
-            xs, ys, color=colour, linewidth=1.8, zorder=3, linestyle=(0, seen_through(hidden) or (1, 0))
-        )
+        strokes = dashes(row.run.name, canvas) or seen_through(hidden)
+        style = (0, strokes) if strokes else "-"
+        (line,) = ax.plot(xs, ys, color=colour, linewidth=1.8, zorder=3, linestyle=style)
         canvas.tip(line, canvas.labels[row.run.name])
         dotted = zip(xs, ys, (e for _, _, e in points), strict=True) if len(points) <= MOST_DOTS else ()
         for x, y, evaluation in dotted:
@@ -195,7 +203,24 @@ def _are_in_steps(rows: Sequence[RunFigures]) -> bool:
     return all(period.isdigit() and int(period) > 0 for period in periods if period is not None)
 
 
-def _draw_point(ax: Axes, x: float, row: RunFigures, measure: PlotMeasure, canvas: Canvas) -> None:
+#: Largest width of the period axis, in distances of its two nearest points, with room for a text at each.
+_WRITTEN_WIDTH = 9.0
+
+
+def _are_crowded(xs: Sequence[float]) -> bool:
+    """Return whether points are so near each other that their values and ticks would overlap."""
+    nearest = min((after - before for before, after in pairwise(sorted(xs))), default=math.inf)
+    return max(xs) - min(xs) + sum(_MARGINS) > _WRITTEN_WIDTH * nearest
+
+
+def _draw_point(
+    ax: Axes, x: float, row: RunFigures, measure: PlotMeasure, canvas: Canvas, *, written: bool
+) -> None:
+    """Draw a point with its interval.
+
+    Args:
+        written: write the value beside the point; the tooltip has it, too.
+    """
     y = measure.value(row)
     assert y is not None
     colour = canvas.colours[row.run.name]
@@ -209,6 +234,8 @@ def _draw_point(ax: Axes, x: float, row: RunFigures, measure: PlotMeasure, canva
     note = "" if finished else f" ({row.run.status})"
     figure = f"{text} {measure.axis}" if measure.terms is None else measure.terms.with_unit(y)
     canvas.tip(dot, f"{canvas.labels[row.run.name]}{note}: {figure}")
+    if not written:
+        return
     # Write beside an interval but below a lone point, clear of lines between points and references above.
     shift, ha, va = ((6, 7), "left", "center") if interval else ((0, -7), "center", "top")
     ax.annotate(
@@ -217,8 +244,12 @@ def _draw_point(ax: Axes, x: float, row: RunFigures, measure: PlotMeasure, canva
     )  # fmt: skip
 
 
+#: Room at the left and right of the points on the period axis.
+_MARGINS = (0.8, 1.1)
+
+
 def _limit_axes(ax: Axes, xs: Sequence[float], measure: PlotMeasure) -> None:
-    ax.set_xlim(min(xs) - 0.8, max(xs) + 1.1)
+    ax.set_xlim(min(xs) - _MARGINS[0], max(xs) + _MARGINS[1])
     low, high = ax.get_ylim()
     if measure.from_zero:
         ax.set_ylim(0, max(high * 1.08, 1e-9))
@@ -255,7 +286,7 @@ def focus_on_end(ax: Axes, curves: Sequence[Sequence[float]]) -> None:
 def _mark_cut_off(ax: Axes, heights: Sequence[float], terms: Terms) -> None:
     """Note in the axis label on which side earlier evaluations lie outside of the plot, if any do."""
     if min(heights) < ax.get_ylim()[0]:
-        ax.set_xlabel(f"{ax.get_xlabel()}; earlier evaluations lie {'above' if terms.falls else 'below'}")
+        ax.set_xlabel(f"{ax.get_xlabel()}\nearlier evaluations lie {'above' if terms.falls else 'below'}")
 
 
 def _label_ends(ax: Axes, curves: Sequence[tuple[RunFigures, Any]], scale: float, canvas: Canvas) -> None:

@@ -143,6 +143,8 @@ def _page(
         answer,
         " ".join(filter(None, (rule, metric_meanings(sweep.runs)))),
         race_notes=race_notes,
+        amount=terms_of(sweep.runs).amount,
+        has_skew=any(row.skew is not None for row in rows),
         **{name: tables.get(name) for name in ("figures", "speech", "data_path")},
         **{
             section: panel_svgs(drawn, lambda: make_canvas(rows, theme.PAGE))
@@ -188,7 +190,7 @@ def _make_tables(
               ) -> ShownTable[RunFigures]:  # fmt: skip
         return ShownTable(id_, title, columns, [(head(row, len(of)), row) for row in of], **others)
 
-    to_target = "" if until is None else f"Time to target: until {until} on held-out data."
+    to_target = "" if until is None else f"To target: until {until} on held-out data."
     resumed = resumed_note((row.run, labels[row.run.name]) for row in rows)
     note = " ".join(filter(None, (to_target, resumed)))
     wide = _WIDE + (_RACED if any(row.raced is not None for row in rows) else 0)

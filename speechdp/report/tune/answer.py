@@ -47,7 +47,9 @@ def find_answer(search: Search) -> Answer:
     details += [_other(one, other, record) for one in others if (other := one.finish) is not None]
     if record.untold:
         names = ", ".join(record.untold)
-        cautions.insert(0, f"{names} cannot be told from {best.name} with so few seeds and so short a race.")
+        cautions.insert(
+            0, f"{names} cannot be told apart from {best.name} with so few seeds and so short a race."
+        )
     if len(end.times_s) < 2:
         cautions.insert(0, "There was only one seed, so it is not known which differences are chance.")
     cautions += [*_of_runs(search), *_one_batch_only(record), *_of_rates(record), *_doubts(search)]
@@ -171,14 +173,13 @@ def _doubts(search: Search) -> list[str]:
     what = f"what was ruled out by prediction ({counted(ruled_out, 'setting')})"
     compared = [one.name for one in record.backends if one.speed is not None]
     rests = [what] if ruled_out and record.backend in search.loads else []
-    rests += ["which back-end was chosen"] if len(compared) > 1 else []
+    rests += ["the choice of the back-end"] if len(compared) > 1 else []
     busy = [f"{name}: {load_text(search.loads[name])}" for name in compared if name in search.loads]
     if busy and rests:
         notes.append(
             "While back-ends were measured, they did not have the cores to themselves "
-            f"({'; '.join(busy)}), so predictions may be wrong: {' and '.join(rests)} should be searched "
-            f"for again, in another "
-            "folder, while nothing else runs there."
+            f"({'; '.join(busy)}), so predictions may be wrong: to be sure of {' and '.join(rests)}, search "
+            "again in another folder while nothing else runs there."
         )
     refuted = [text for one in record.tried if (text := _refuted(record, one))]
     if ruled_out and refuted:
@@ -197,7 +198,10 @@ def _refuted(record: TuneRecord, one: SettingRecord) -> str:
     predicted = one.predicted / reference.predicted
     if one.ratio_low <= predicted * _OFF and one.ratio_high >= predicted / _OFF:
         return ""
-    return f"{one.name} was to be {predicted:.2f} times as fast as {reference.name}, and is {ratio_text(one)}"
+    return (
+        f"{one.name} was predicted to be {predicted:.2f} times as fast as {reference.name}, and is "
+        f"{ratio_text(one)}"
+    )
 
 
 def _range_text(end: Finish) -> str:

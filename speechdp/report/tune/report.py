@@ -8,7 +8,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from rich.console import Group
 
-from speechdp.report.kit import theme
+from speechdp.report.kit import formatting, theme
 from speechdp.report.kit.canvas import Canvas, dashes, named_canvas, style_axes
 from speechdp.report.kit.pages import WrittenReport, legend_marks, render_page, setting_facts, write_files
 from speechdp.report.kit.svg import Panel, panel_svgs, write_png
@@ -90,20 +90,22 @@ def curves_panel(search: Search) -> Panel:
 
 def _draw(ax: Axes, search: Search, canvas: Canvas) -> bool:
     terms = search.terms
-    style_axes(ax, f"Over training time, at the {search.speed} speed", terms.axis, canvas.theme)
+    name = formatting.capital(terms.metric.name)
+    style_axes(ax, f"{name} over training time", terms.metric.unit, canvas.theme)
     drawn = False
-    for name, runs in search.runs.items():
-        rate = search.record.of(name).steps_per_s
+    for setting, runs in search.runs.items():
+        rate = search.record.of(setting).steps_per_s
         for run in runs:
             points = [(one.step, one.score) for one in run.evaluations if one.score is not None]
             if not rate or not points:
                 continue
             xs = [step / rate for step, _ in points]
             ys = [terms.metric.score(score) * terms.metric.scale for _, score in points]
-            ax.plot(
-                xs, ys, color=canvas.colours[name], linewidth=1.6, marker="o", markersize=3,
-                linestyle=(0, dashes(name, canvas) or (1, 0)),
+            (line,) = ax.plot(
+                xs, ys, color=canvas.colours[setting], linewidth=1.6, marker="o", markersize=3,
+                linestyle=(0, dashes(setting, canvas) or (1, 0)),
             )  # fmt: skip
+            canvas.tip(line, setting)
             drawn = True
-    ax.set_xlabel("training time (s)")
+    ax.set_xlabel(f"training time (s), at the {search.speed} speed")
     return drawn

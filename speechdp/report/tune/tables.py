@@ -49,17 +49,19 @@ def make_table(search: Search, marks: Mapping[str, Markup]) -> ShownTable[Settin
 
 def _columns(record: TuneRecord, terms: Terms) -> tuple[Column[SettingRecord], ...]:
     rate = f"{terms.amount}/s"
+    # The time to the target decides; before it is known, the score is all that is.
+    has_times = any(one.times_s for one in record.tried)
     return (
-        Column("predicted", "predicted", rate, "Predicted before anything but exchanges was measured [90 %].",
+        Column("predicted", "predicted", rate, "From the measured steps and exchanges [90 % interval].",
                lambda one: one.predicted, cell=predicted_text, is_detail=True),
-        Column("ratio", "raced", "times", "Speed over that of gradient averaging in the same rounds [95 %].",
+        Column("ratio", "raced", "times", "Speed over gradient averaging's in a round [95 % interval].",
                lambda one: one.ratio, cell=ratio_text),
         Column("frames_per_s", rate, "", "From the race; without one, as predicted.",
                lambda one: one.frames_per_s, formatting.count, is_detail=True),
         Column("rungs", "rungs", "", "In how many rungs of the halving it was trained.",
                lambda one: one.rungs or None, is_detail=True),
         Column("score", terms.short_name, terms.metric.unit, "At the end of its last rung.",
-               lambda one: _score(one, record), terms.number),
+               lambda one: _score(one, record), terms.number, is_detail=has_times),
         Column("time", "to target", "s", "Training time until the target [shortest, longest of the "
                "seeds]; extrapolated if that is after the last rung.",
                _time_s, cell=_time_text),
@@ -143,9 +145,9 @@ def _backend_columns(record: TuneRecord, amount: str) -> tuple[Column[BackendRec
     return (
         Column("predicted", "predicted", f"{amount}/s", "Geometric mean over the settings.",
                lambda one: one.speed, formatting.count),
-        Column("latency", "latency", "µs", "Of a message, fitted to the exchanges [90 %].",
+        Column("latency", "latency", "µs", "Of a message, fitted to the exchanges [90 % interval].",
                lambda one: None if one.link is None else one.link.latency_s, cell=_latency_text),
-        Column("bandwidth", "bandwidth", "Gbit/s", "In each direction, fitted to the exchanges [90 %].",
+        Column("bandwidth", "bandwidth", "Gbit/s", "Each way, fitted to the exchanges [90 % interval].",
                lambda one: None if one.link is None else one.link.bytes_per_s, cell=_bandwidth_text),
         *(_exchange_column(*one, is_all=one[1] == largest) for one in measured),
         Column("choice", "choice", "", "Whether it was chosen, or why not.",

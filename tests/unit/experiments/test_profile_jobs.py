@@ -83,8 +83,8 @@ def test_every_job_is_started_over_its_ranks_with_its_options(tmp_path: Path) ->
     assert profile.of_kind("strong")[0].steps == profile.of_kind("weak")[0].steps
     assert said[0] == "[1/6] weak-1: 1 rank, 8 steps"
     costs = job_costs(profile.of_kind("weak")[0], 3)  # of which the table is made
-    assert f"weak-1: {milliseconds(costs[STEP].total_s)} ms a step (decoder 5" in said[1]
-    assert said[-1].endswith(" ms a step (decoder alone)")
+    assert f"weak-1: {milliseconds(costs[STEP].total_s)} ms per step (decoder 5" in said[1]
+    assert said[-1].endswith(" ms per step (decoder alone)")
     assert "[3/6] strong-1: is weak-1" in said
 
 

@@ -47,6 +47,7 @@ from speechdp.simulation.predict import Interval
 from speechdp.tasks.metrics import LOG_PROB, TaskRecord
 from speechdp.timing.load import OutsideLoad
 from tests.helpers.races import made_up_race
+from tests.helpers.terminal import on_terminal
 
 GRADIENTS, SHORT, LONG = "gradient_averaging", "model_averaging:period=4", "model_averaging:period=16"
 DPSGD = "dpsgd"
@@ -362,15 +363,18 @@ def test_doubts_about_predictions_are_told_where_something_rests_on_them(tmp_pat
     assert "predict" not in cautions(Search(record, {}, loads={}))
     mpi_busy = {"mpi": OutsideLoad(0.98, 0.0)}
     busy = cautions(Search(record, {}, loads=mpi_busy))
-    assert "(mpi: 0.98 cores busy with other work), so predictions may be wrong: what was ruled out" in busy
-    assert "(1 setting) should be searched for again" in busy and "back-end was chosen" not in busy
+    assert "(mpi: 0.98 cores busy with other work), so predictions may be wrong: to be sure of what" in busy
+    assert (
+        "to be sure of what was ruled out by prediction (1 setting), search again" in busy
+        and "choice of the back-end" not in busy
+    )
     failed = replace(record, backends=(*record.backends, BackendRecord("torch")))
-    assert "back-end was chosen" not in cautions(Search(failed, {}, loads=mpi_busy))
+    assert "choice of the back-end" not in cautions(Search(failed, {}, loads=mpi_busy))
     two = replace(record, backends=(*record.backends, BackendRecord("torch", 90.0, why="slower")))
-    assert "and which back-end was chosen should" in cautions(Search(two, {}, loads=mpi_busy))
+    assert "and the choice of the back-end, search again" in cautions(Search(two, {}, loads=mpi_busy))
     other = cautions(Search(two, {}, loads={"torch": OutsideLoad(0.98, 0.3)}))
     assert "(torch: 0.98 cores busy with other work and 0.3 stolen by the virtual machine's host)" in other
-    assert ": which back-end was chosen should" in other
+    assert ": to be sure of the choice of the back-end, search again" in other
     # A common factor rules nothing out wrongly; what was predicted otherwise than the others may be.
     slow = replace(
         record, tried=tuple(replace(one, predicted=0.5 * (one.predicted or 0.0)) for one in record.tried)
@@ -379,8 +383,8 @@ def test_doubts_about_predictions_are_told_where_something_rests_on_them(tmp_pat
     off = replace(record.of(SHORT), predicted=400.0)
     told = cautions(Search(replace(record, tried=(record.tried[0], off, *record.tried[2:])), {}))
     assert (
-        f"The race refutes a prediction: {SHORT} was to be 4.00 times as fast as {GRADIENTS}, and is 1.5"
-        in told
+        f"The race refutes a prediction: {SHORT} was predicted to be 4.00 times as fast as {GRADIENTS}, "
+        "and is 1.5" in told
     )
     # Nothing was ruled out by prediction.
     all_raced = search(tmp_path / "all", Jobs(tmp_path / "all"), texts=(GRADIENTS, SHORT, LONG))
@@ -1289,6 +1293,15 @@ def test_what_was_refused_is_not_said_to_be_ruled_out_by_its_speed(tmp_path: Pat
     assert raced.details == ("It trains at 1,234 frames/s.",)
 
 
+def test_a_narrow_terminal_shows_what_decided(tmp_path: Path) -> None:
+    record = search(tmp_path, Jobs(tmp_path))
+    head = on_terminal(make_table(Search(record, {}), {}), 80).partition("\u2500")[0]
+    assert "raced" in head and "to target" in head
+    unknown = replace(record, tried=tuple(replace(one, times_s=()) for one in record.tried))
+    head = on_terminal(make_table(Search(unknown, {}), {}), 80).partition("\u2500")[0]
+    assert "log-probability" in head and "to target" not in head
+
+
 def test_what_is_compared_with_what_is_said(tmp_path: Path) -> None:
     record = replace(search(tmp_path, Jobs(tmp_path)), untold=(LONG,))
     answer = find_answer(Search(record, {}))
@@ -1296,7 +1309,9 @@ def test_what_is_compared_with_what_is_said(tmp_path: Path) -> None:
     assert re.match(f"{SHORT} .*reach.* the held-out log-probability .*nats/frame soonest: ", answer.headline)
     assert any("] times the speed of gradient averaging." in text for text in answer.details)
     assert any(re.match(f"{LONG} .*reach.* it after .* s of training ", text) for text in answer.details)
-    assert f"{LONG} cannot be told from {SHORT} with so few seeds and so short a race." in answer.cautions
+    assert (
+        f"{LONG} cannot be told apart from {SHORT} with so few seeds and so short a race." in answer.cautions
+    )
 
 
 def test_the_only_one_left_is_not_said_to_be_the_soonest(tmp_path: Path) -> None:

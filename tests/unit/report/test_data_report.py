@@ -147,7 +147,7 @@ def test_page_table_and_csv_show_the_data_path(tmp_path: Path) -> None:
     page = report.html.read_text()
     assert "<h2>Data path</h2>" in page
     assert PageReader(page).tags.count("svg") == 7
-    assert "Feeders: rank 2 on node-b 50 % busy." in page
+    assert "Feeders: rank 2 on node-b 50\u00a0% busy." in page
     assert "could deliver about 100,000 frames/s, estimated from its slowest stage (preprocessing)" in page
     rows = {row["run"]: row for row in csv.DictReader(io.StringIO(report.csv.read_text()))}
     own = rows["own"]
@@ -218,7 +218,7 @@ def test_asynchronous_ranks_are_not_told_of_more_threads(tmp_path: Path, place: 
     run = _late(_entry({"preprocess": 50.0, "read": 7.0}, preprocess_on=place), together=False)
     said = _said(tmp_path, run)
     assert "is preprocessing, busy 95 % of the training time: try " in said
-    assert "--feeders" in said and "hreads" not in said.split("feeders pay")[0]
+    assert "--feeders" in said and "hreads" not in said.split("feeders help only if")[0]
 
 
 def test_preprocessing_on_the_gpu_is_proposed_where_there_is_one(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_nothing_is_said_where_nothing_waits(tmp_path: Path) -> None:
 def test_slow_storage_is_named_though_nothing_waits(tmp_path: Path) -> None:
     said = _said(tmp_path, MadeUpRun("a", data=_entry({"read": 6.0}, storage="chunked gzip")))
     assert said.startswith("The shards of model averaging, period 16 are stored chunked gzip and")
-    assert "are read at 200 MB/s; `speechdp shard` rewrites them, contiguous" in said
+    assert "are read at 200 MB/s; `speechdp shard` rewrites them as contiguous ones" in said
 
 
 def test_the_blocking_order_stands_still_and_only_that_one(tmp_path: Path) -> None:

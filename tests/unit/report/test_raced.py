@@ -456,7 +456,7 @@ def test_a_chosen_baseline_is_what_others_are_compared_with(tmp_path: Path) -> N
     speeds = {"one-rank": 0.6, "gradient_averaging": 1.0, "bmuf:period=16": 0.9}
     report = compared(tmp_path, {2: speeds}, ranks=(1, 2))
     assert report.answer[1].startswith(
-        "2 ranks: gradient averaging with the speed that others are compared with in the race (1.6"
+        "2 ranks: gradient averaging with the reference speed in the race (1.6"
     )
 
 

@@ -120,6 +120,15 @@ def test_the_page_says_it_before_its_headline(tmp_path: Path) -> None:
     assert page.index("The machine was not the same") < page.index("fastest setting")
 
 
+def test_a_large_difference_is_a_factor(tmp_path: Path) -> None:
+    for name in ("quiet", "busy"):
+        MadeUpSteps().write(tmp_path, name)
+    disturb(tmp_path / "busy", forward=23.0, others=1.3)
+    (note,) = read_measured(tmp_path).notes
+    assert "a forward pass of the same model took 23.0 times as long in busy" in note
+    assert " as in quiet" in note and "% longer" not in note
+
+
 def test_a_simulation_of_such_runs_says_it_too(tmp_path: Path) -> None:
     for name in ("quiet", "busy"):
         MadeUpSteps().write(tmp_path, name)

@@ -25,6 +25,8 @@ from speechdp.report.runs.folders import read_run, read_sweep
 from speechdp.report.runs.results import SCRIPT
 from speechdp.report.runs.script_metric import parse_metric
 from speechdp.report.sweep.report import write_report
+from tests.helpers.page_reader import words_of
+from tests.helpers.races import made_up_race, write_made_up_race
 from tests.helpers.runs import MadeUpRun, write_run
 
 #: What a reader who never saw our tasks must not meet.
@@ -64,13 +66,6 @@ def compared(tmp_path: Path) -> Path:
         records.append(replace(record, folder=folder, state="complete"))
     write_record(tmp_path, CompareRecord({"script": "train.py"}, tuple(records), completed=True))
     return tmp_path
-
-
-def words_of(page: Path) -> str:
-    """Return what a reader sees: no markup, style sheets or scripts."""
-    text = page.read_text(encoding="utf-8").replace("\u00a0", " ")
-    text = re.sub(r"<(style|script).*?</\1>", " ", text, flags=re.DOTALL)
-    return re.sub(r"<[^>]+>", " ", text)
 
 
 def test_a_comparison_shows_the_scripts_own_metric(
@@ -189,6 +184,14 @@ def test_a_run_that_does_not_name_its_script_is_a_scripts(compared: Path) -> Non
     write_report(path.parent, metric="accuracy")
     path.write_text(json.dumps({k: v for k, v in settings.items() if k != "script"}))
     assert read_run(path.parent).kind is not SCRIPT
+
+
+def test_a_race_counts_what_the_script_counts(tmp_path: Path) -> None:
+    script_run(tmp_path, "slow", 1000.0, (0.9, 0.2))
+    script_run(tmp_path, "fast", 1500.0, (0.8, 0.201))
+    write_made_up_race(tmp_path, made_up_race({"slow": 1.0, "fast": 1.5}))
+    page = words_of(write_report(tmp_path).html)
+    assert "items/s over the baseline's in the same round" in page and "frames/s over" not in page
 
 
 def test_a_target_is_given_as_the_script_logs_it(compared: Path) -> None:

@@ -75,3 +75,30 @@ def test_a_table_that_is_too_wide_has_a_line_for_each_figure_where_that_fits() -
     assert "Only on the page" not in tall
     figures = [line.split("  ")[0].strip() for line in tall.splitlines() if "held-out" in line]
     assert figures == [f"held-out figure {n}" for n in range(12)]
+
+
+def test_title_and_note_are_not_broken_where_a_narrow_table_ends() -> None:
+    column = Column[int]("figure", "figure", "", "", lambda row: row)
+    title = "The figure of every run, by the model"
+    note = "One figure for each run, measured after the warm-up."
+    table = ShownTable("narrow", title, [column], [(RowHead("run"), 1)], note=note)
+    lines = on_terminal(table, 100).splitlines()
+    assert title in lines and note in lines
+    assert max(map(len, on_terminal(table, 30).splitlines())) <= 30
+
+
+def test_what_follows_a_note_is_set_off_from_it() -> None:
+    column = Column[int]("figure", "figure", "", "", lambda row: row)
+    table = ShownTable("narrow", "", [column], [(RowHead("run"), 1)], note="A note.")
+    assert on_terminal(table, 100).splitlines()[-2:] == ["A note.", ""]
+
+
+def test_each_of_several_figures_in_a_cell_has_a_line() -> None:
+    """In one line they took the room of the columns behind them."""
+    speeds = Column[str]("speed", "speed", "", "", str)
+    accuracy = Column[str]("accuracy", "accuracy", "", "", lambda row: 0.5)
+    rows = [(RowHead("one rank"), "0.80 [0.79, 0.81] on 2; 0.81 [0.80, 0.82] on 4"), (RowHead("a"), "1.00")]
+    text = on_terminal(ShownTable("races", "", [speeds, accuracy], rows), 60)
+    first, second = [line.strip() for line in text.splitlines() if " on " in line]
+    assert first.split("  ")[0] == "one rank" and first.endswith("on 2;        0.5")
+    assert second == "0.81 [0.80, 0.82] on 4" and "Only on the page" not in text
