@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from speechdp.data.shards.description import COPY_AGAIN
 from speechdp.data.signal.audio import (
     LARGEST_SAMPLE,
     AudioSource,
@@ -37,7 +38,6 @@ from speechdp.decode.kept_graph import KeptGraph
 from speechdp.decode.origin import check_classes, is_ctc
 from speechdp.decode.scoring import AcousticScorer
 from speechdp.decode.transcribe import (
-    COPY_AGAIN,
     Recording,
     Transcriber,
     Transcription,
