@@ -177,11 +177,8 @@ def test_options_that_the_class_refuses_are_told_in_a_line(
     def refuse(self: object) -> None:
         raise KeyError(tdnn.Tdnn.width + 1)
 
-    monkeypatch.setattr(tdnn.Tdnn, "__post_init__", refuse, raising=False)
     namespace = {"__post_init__": refuse, "name": TASK}
-    refusing = dataclasses.make_dataclass(
-        "Tdnn", [], bases=(tdnn.Tdnn,), frozen=True, namespace=namespace, module="tdnn"
-    )
+    refusing = dataclasses.make_dataclass("Tdnn", [], bases=(tdnn.Tdnn,), frozen=True, namespace=namespace)
     monkeypatch.setattr(tdnn, "Tdnn", refusing)
     with pytest.raises(RunError, match=r"model\.safetensors: .*KeyError: 257; the file is from another ver"):
         load_model(trained.run, CPU, own=networks_of(TASK))

@@ -354,19 +354,21 @@ def test_a_changed_copy_is_refused_with_the_options_that_replace_it(tmp_path: Pa
     with pytest.raises(
         RunError, match=r"lm\.arpa\.gz: is missing; .*, or give another with --lm FILE, or del"
     ):
-        like(new, run)
+        like(new, run, overwrite=True)
     estimated = LanguageModelOptions(lm_order=2)
-    like(new, run, split="random:dev=0", for_language_model=estimated)  # does not use that of the run
+    like(
+        new, run, overwrite=True, split="random:dev=0", for_language_model=estimated
+    )  # does not use that of the run
     (kept / "lexicon.txt").write_text("".join((kept / "lexicon.txt").read_text().splitlines(True)[:-1]))
     with pytest.raises(
         RunError, match=r"lexicon\.txt: was changed \(.*, or give another with --lexicon FILE"
     ):
-        like(new, run)
+        like(new, run, overwrite=True)
     lexicon = made.data / "lexicon.txt"
     like(new, run, overwrite=True, split="random:dev=0", lexicon=lexicon, for_language_model=estimated)
     (kept / "classes.txt").write_text("0 SIL_0\n")
     with pytest.raises(RunError, match=r"classes\.txt: was changed .* trained on, or delete files\.json"):
-        like(new, run, lexicon=lexicon)
+        like(new, run, overwrite=True, lexicon=lexicon)
 
 
 def test_utterances_without_transcript_are_no_texts_of_a_language_model(
