@@ -304,6 +304,34 @@ def test_a_run_that_lacks_a_part_of_what_it_keeps_is_not_used_without_it(
     heard()
 
 
+def test_decoding_tells_of_training_data_that_were_changed_since(
+    trained: TrainedOnFsdd, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, data = (
+        shutil.copytree(trained.run, tmp_path / "run"),
+        shutil.copytree(trained.data, tmp_path / "data"),
+    )
+
+    def warned() -> str:
+        capsys.readouterr()
+        assert speechdp(["decode", str(run), str(data), "--backend", "serial"]) == 0
+        return capsys.readouterr().err
+
+    assert "since" not in warned()
+    lines = (data / "lexicon.txt").read_text().splitlines(keepends=True)
+    (data / "lexicon.txt").write_text("".join(lines[:-1]))
+    (data / "lm.arpa.gz").unlink()
+    (data / "lm.json").unlink()
+    since = f"{data}: changed, removed or added since {run} was trained: lexicon.txt"
+    assert f"{since}, lm.arpa.gz, lm.json; used as found: if" in warned()
+    for name in ("lexicon.txt", "lm.arpa.gz", "lm.json"):
+        shutil.copy(run / "trained_on" / name, data)  # as it says
+    (data / "lexicon.txt").write_text("".join(reversed(lines)))  # as long
+    assert f"{since}; used as found" in warned()
+    (run / "trained_on" / "files.json").write_text("{")  # which decode does without
+    assert "since" not in warned()
+
+
 def test_a_model_is_not_used_with_what_the_run_of_other_data_keeps(
     trained: TrainedOnFsdd, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

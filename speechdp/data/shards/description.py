@@ -65,7 +65,7 @@ def keep_description(dataset: Dataset, folder: Path) -> list[str]:
     notices: list[str] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        recorded = _recorded_before(folder)
+        recorded = _usable_record(folder)
         entries = _copy_or_remove(_NAMES, dataset.path, folder, recorded)
         try:
             entries |= _copy_or_remove(LANGUAGE_MODEL_NAMES, dataset.path, folder, recorded)
@@ -161,8 +161,8 @@ def _write_record(folder: Path, entries: Mapping[str, _Entry]) -> None:
     write_text_atomically(folder / RECORD_NAME, json.dumps(record, indent=2) + "\n")
 
 
-def _recorded_before(folder: Path) -> dict[str, _Entry]:
-    """Return the record to be renewed; empty if there is none that can be used."""
+def _usable_record(folder: Path) -> dict[str, _Entry]:
+    """Return the record of a copy; empty if there is none that can be used."""
     try:
         return _read_record(folder) or {}
     except RunError:
@@ -195,6 +195,30 @@ def _read_record(folder: Path) -> dict[str, _Entry] | None:
 def is_recorded(folder: Path) -> bool:
     """Return whether a folder is a copy with a record.  Raises RunError: it cannot be read."""
     return _read_record(folder) is not None
+
+
+def differing_names(dataset: Dataset, folder: Path) -> list[str]:
+    """Return the names of files of a data directory that differ from those copied to `folder` before.
+
+    A language model is compared by its size alone, because reading it may take long.
+
+    Args:
+        folder: a copy; without a record, or if it is of other data, nothing is compared.
+
+    Raises:
+        RunError: a file cannot be read.
+    """
+    recorded = _usable_record(folder)
+    if MANIFEST_NAME not in recorded or recorded[MANIFEST_NAME].sha256 != dataset.checksum:
+        return []
+
+    def differs(name: str) -> bool:
+        entry, num_bytes = recorded.get(name), _size_of(dataset.path / name)
+        if entry is None or num_bytes != entry.num_bytes:
+            return entry is not None or num_bytes is not None
+        return name in _NAMES and checked_sha256(dataset.path / name) != entry.sha256
+
+    return list(filter(differs, (*_NAMES, *LANGUAGE_MODEL_NAMES)))
 
 
 def check_sizes(folder: Path, names: Iterable[str], instead: str = "") -> None:
