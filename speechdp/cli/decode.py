@@ -124,8 +124,8 @@ class DecodeCommand:
         names = differing_names(dataset, kept)
         if names:
             warn(
-                f"{dataset.path}: changed, removed or added since {self.run_dir} was trained: {', '.join(names)}; "
-                f"used as found: if that is not meant, make them as in {kept}"
+                f"{dataset.path}: changed, removed or added since {self.run_dir} was trained: "
+                f"{', '.join(names)}; used as found: if that is not meant, make them as in {kept}"
             )
 
     def _with_earlier_weights(
