@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from speechdp.data.shards.description import COPY_AGAIN
 from speechdp.data.signal.audio import (
     LARGEST_SAMPLE,
     AudioSource,
@@ -37,7 +38,6 @@ from speechdp.decode.kept_graph import KeptGraph
 from speechdp.decode.origin import check_classes, is_ctc
 from speechdp.decode.scoring import AcousticScorer
 from speechdp.decode.transcribe import (
-    COPY_AGAIN,
     Recording,
     Transcriber,
     Transcription,
@@ -169,7 +169,8 @@ class AcousticModel:
         Raises:
             ConfigError: it is not audio, or a file without samples; or the model was trained on features that
                 Kaldi made.
-            RunError: it is a file, and the run's record of its data (`trained_on/data.json`) is missing.
+            RunError: it is a file, and the run's record of its data (`trained_on/data.json`) is missing or
+                was changed.
             ShardError: that record is damaged.
         """
         return self._preprocessor.whole(to_int16(self._samples(audio, sampling_rate)))
@@ -230,7 +231,8 @@ class AcousticModel:
         Raises:
             ConfigError: it is not audio, or a file without samples; or `rescore_lm` cannot be used; or the
                 run's classes are Kaldi's, or not those of the model.
-            RunError: the run keeps no lexicon, or no record of its data.
+            RunError: the run keeps no lexicon, or no record of its data, or a file in `trained_on` was
+                removed, added or changed.
             ShardError: that record is damaged.
         """
         if not isinstance(audio, (str, os.PathLike)):

@@ -99,6 +99,8 @@ class DecodeCommand:
         trained = load_model(self.run_dir, device, ctc=True, own=networks_of(self.task))
         if is_ctc(trained.config):
             self.search.refuse_weights(*WITHOUT_EFFECT_ON_CTC)
+        if comm.rank == 0 and self.graph is None:
+            self._warn_of_changes(dataset)
         options, tuning = self._decoding_options(*self._with_earlier_weights(dataset, comm)), None
         if self.tune_on is not None:
             with opened_split(trained, dataset, self.split, self.run_dir, options, comm):
@@ -112,6 +114,19 @@ class DecodeCommand:
         if comm.rank == 0:
             self._show(result, dataset)
         return 0
+
+    def _warn_of_changes(self, dataset: Dataset) -> None:
+        """Name files of the training data that were changed since: they are used as found."""
+        from speechdp.data.shards.description import differing_names  # noqa: PLC0415
+        from speechdp.parallel.run_files import TRAINED_ON  # noqa: PLC0415
+
+        kept = self.run_dir / TRAINED_ON
+        names = differing_names(dataset, kept)
+        if names:
+            warn(
+                f"{dataset.path}: changed, removed or added since {self.run_dir} was trained: "
+                f"{', '.join(names)}; used as found: if that is not meant, make them as in {kept}"
+            )
 
     def _with_earlier_weights(
         self, dataset: Dataset, comm: Communicator

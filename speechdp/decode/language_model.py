@@ -12,12 +12,19 @@ from typing import Any
 import kaldifst
 import numpy as np
 
-from speechdp.data.shards.dataset import ARPA_NAME, GRAMMAR_NAME, LM_RECORD_NAME, WORDS_NAME
+from speechdp.data.shards.dataset import (
+    ARPA_NAME,
+    GRAMMAR_NAME,
+    LANGUAGE_MODEL_NAMES,
+    LM_RECORD_NAME,
+    WORDS_NAME,
+)
+from speechdp.data.shards.description import check_contents, check_sizes, checked_sha256
 from speechdp.decode.graphs.fst_arrays import EPSILON, FstArrays
 from speechdp.decode.graphs.fst_files import read_fst, read_symbols
 from speechdp.decode.graphs.ngram_grammar import BACKOFF_SYMBOL
 from speechdp.errors import ConfigError
-from speechdp.files import atomic_path, sha256_of, write_text_atomically
+from speechdp.files import atomic_path, write_text_atomically
 from speechdp.labels.lexicon import Lexicon
 from speechdp.language.arpa import read_arpa, write_arpa
 from speechdp.language.ngram import END, START, UNKNOWN_NAMES, NgramModel
@@ -202,7 +209,9 @@ def language_model_path(folder: Path) -> Path | None:
     Raises:
         ConfigError: the file is gone but its record is there: otherwise nobody would notice that the model is
             not used.
+        RunError: a run keeps other files of a language model than it wrote.
     """
+    check_sizes(folder, LANGUAGE_MODEL_NAMES)
     paths = (folder / name for name in (ARPA_NAME, GRAMMAR_NAME))
     found = next((path for path in paths if path.exists()), None)
     if found is None and (folder / LM_RECORD_NAME).exists():
@@ -228,7 +237,7 @@ class StoredModel:
         """Return the model that `save_language_model` wrote; None if there is none.
 
         Raises:
-            ConfigError: the model's file is gone.
+            ConfigError, RunError: as `language_model_path`.
         """
         path = language_model_path(folder)
         return None if path is None else cls(path)
@@ -239,17 +248,27 @@ class StoredModel:
 
         Raises:
             ConfigError: the file is damaged.
+            RunError: a run keeps another file than it wrote.
         """
+        check_contents(self._path.parent, [path.name for path in self._files])
         return read_language_model(self._path)
+
+    @property
+    def _files(self) -> tuple[Path, ...]:
+        words = (self._path.with_name(WORDS_NAME),) if self._path.name == GRAMMAR_NAME else ()
+        return (self._path, *words)
 
     @property
     def num_bytes(self) -> int:
         """Size of the model's file.  Raises OSError."""
         return self._path.stat().st_size
 
-    @property
+    @cached_property
     def sha256(self) -> str:
-        """Checksum of the model's files, which identifies it.  Raises OSError."""
-        words = [self._path.with_name(WORDS_NAME)] if self._path.name == GRAMMAR_NAME else []
-        facts = self._path.name, *map(sha256_of, (self._path, *words))
+        """Checksum of the model's files, which identifies it.
+
+        Raises:
+            RunError: a file cannot be read, or a run keeps another than it wrote.
+        """
+        facts = self._path.name, *map(checked_sha256, self._files)
         return hashlib.sha256(repr(facts).encode()).hexdigest()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from speechdp.data.shards.dataset import MANIFEST_NAME, Dataset
+from speechdp.data.shards.description import COPY_AGAIN, SMALL_NAMES, check_contents, is_recorded
 from speechdp.data.signal.audio import (
     AudioPart,
     AudioSource,
@@ -36,7 +37,7 @@ from speechdp.errors import ConfigError, RunError
 from speechdp.labels.hmm import STATES_PER_PHONE, FloatArray, IntArray, StateInventory
 from speechdp.labels.kaldi_pdfs import refuse_kaldi_pdfs
 from speechdp.labels.lexicon import Lexicon
-from speechdp.parallel.run_files import TRAINED_ON
+from speechdp.parallel.run_files import MODEL_NAME, TRAINED_ON
 
 _MAX_PIECE_S = 3600.0
 #: Pieces are at most one and a half times as long as the mean utterance of training, but between these
@@ -44,20 +45,17 @@ _MAX_PIECE_S = 3600.0
 _USUAL_PIECE_S, _OF_TRAINING = (5.0, 30.0), 1.5
 
 
-#: Remedy for missing or damaged files of `TRAINED_ON`, as in a run that was copied in part.
-COPY_AGAIN = "copy it again from the run, or from the data that were trained on"
-
-
 def kept_description(run_dir: Path) -> Dataset:
     """Open the copy of the training data's description that a run keeps, without shards.
 
     Raises:
-        RunError: the run keeps none.
+        RunError: the run keeps none, or another one than it wrote.
         ShardError: damaged.
     """
     path = run_dir / TRAINED_ON / MANIFEST_NAME
     if not path.is_file():
         raise RunError(f"{path}: is missing; {COPY_AGAIN}")
+    check_contents(path.parent, [MANIFEST_NAME])
     return Dataset.open(path.parent, remedy=COPY_AGAIN)
 
 
@@ -65,7 +63,7 @@ def kept_data(run_dir: Path) -> Dataset:
     """Open the copy of the training data's description that a run keeps, with a lexicon.
 
     Raises:
-        RunError: the run keeps nothing, or no lexicon.
+        RunError: the run keeps nothing, or no lexicon, or a file was removed, added or changed since.
         ConfigError: the run's classes are Kaldi pdfs.
         ShardError: damaged.
     """
@@ -80,7 +78,24 @@ def kept_data(run_dir: Path) -> Dataset:
         )
     if not (folder / "lexicon.txt").is_file():
         raise RunError(f"{folder / 'lexicon.txt'}: is missing; {COPY_AGAIN}")
-    return kept_description(run_dir)
+    dataset = kept_description(run_dir)
+    check_contents(folder, SMALL_NAMES)
+    return dataset
+
+
+def _check_same_data(config: Mapping[str, Any], kept: Dataset) -> None:
+    """Refuse the description of other data than a model was trained on, e.g. that of another run.
+
+    Without a record of its files, as in runs of earlier versions, it is not compared.
+
+    Raises:
+        RunError: the data are others.
+    """
+    if is_recorded(kept.path) and config.get("data_checksum", kept.checksum) != kept.checksum:
+        raise RunError(
+            f"{kept.path}: describes other data than the model beside it was trained on; copy "
+            f"{kept.path.name} and {MODEL_NAME} again, both from the same run"
+        )
 
 
 def grammar_of(kept: Dataset) -> Grammar:
@@ -250,6 +265,7 @@ class Transcriber:
         self._lexicon = Lexicon.load(kept.lexicon_path)
         self._inventory = StateInventory.load(kept.classes_path)
         check_classes(trained.config, kept.classes_path, self._inventory, COPY_AGAIN)
+        _check_same_data(trained.config, kept)
         self._inventory_states: IntArray = np.arange(self._inventory.num_classes, dtype=np.int32)
         self._tying, self._is_ctc = trained.tying, is_ctc(trained.config)
         self._longest_s = longest_s

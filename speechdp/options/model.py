@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
 from speechdp.errors import ConfigError
+from speechdp.extensions import code_of
 from speechdp.models.presets import PRESETS, Preset
 from speechdp.options.shown import shown
 from speechdp.tasks.base import Task
@@ -92,7 +93,7 @@ class ModelOptions:
         """Return the task with the model that these options describe; a user's own task gets its `options`.
 
         Raises:
-            ConfigError: options of another task's models, or invalid sizes.
+            ConfigError: options of another task's models, invalid sizes, or a user's class that fails.
         """
         given = self.given()
         for name in given:
@@ -101,4 +102,7 @@ class ModelOptions:
                 raise ConfigError(
                     f"{option} goes with --task {other}, not with --task {task.name}; leave it out"
                 )
-        return task.of_preset(self.base(task), given) if task.presets else task(**options)
+        if task.presets:
+            return task.of_preset(self.base(task), given)
+        with code_of(task, f"--task {task.name}", "give other options, or fix the class"):
+            return task(**options)

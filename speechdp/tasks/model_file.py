@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from speechdp import remedies
 from speechdp.data.shards.dataset import MANIFEST_NAME
 from speechdp.data.signal.features import FeatureConfig
+from speechdp.data.transforms.inputs import InputOptions
 from speechdp.decode.origin import is_ctc
 from speechdp.errors import ConfigError, RunError, one_line
 from speechdp.files import (
@@ -47,7 +48,11 @@ _VERSION = 1
 #: Sizes up to this are accepted even if no weight has them: strides, widths of filters.
 _LARGEST_SMALL_SIZE = 1000
 
+#: Types in JSON of an option, by its type; those of other options are texts.
+_JSON_TYPES: dict[type, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (float, int)}
+
 ModelT = TypeVar("ModelT", bound=nn.Module)
+OptionsT = TypeVar("OptionsT", LstmConfig, TacotronConfig, FeatureConfig, InputOptions)
 #: From a task's name and options in a model file to a function that makes its network, given the size of a
 #: frame and the number of classes; None: the file is of another task than the one given.
 Networks: TypeAlias = Callable[[str, str], Callable[[int, int], nn.Module] | None]
@@ -199,7 +204,7 @@ def load_model(
         if not ctc:
             _refuse_ctc(file)
         if is_ours:
-            config = LstmConfig(**head["lstm"])
+            config = file.options("lstm", LstmConfig)
             model: nn.Module = file.built(
                 lambda: LstmAcousticModel(head["feature_dim"], head["num_classes"], config)
             )
@@ -212,6 +217,7 @@ def load_model(
             prior = torch.from_numpy(log_priors(frames))
             self_loop = torch.from_numpy(self_loop_probabilities(frames, runs))
         tying = _tying(head)
+        file.check_input()
     if not is_ours:  # outside the block: an error in the user's code is not damage to the file
         model = _network_of(file, own)
     return LoadedModel(model.to(device).eval(), prior, self_loop, head, tying)
@@ -226,6 +232,7 @@ def load_weights(run_dir: Path) -> LoadedWeights:
     with _reading(run_dir) as file:
         _is_of_another_class(file)
         _refuse_ctc(file)
+        file.check_input()
         return LoadedWeights(file.weights, file.head, _tying(file.head))
 
 
@@ -238,13 +245,13 @@ def load_synthesis_model(run_dir: Path, device: torch.device) -> LoadedSynthesis
     with _reading(run_dir) as file:
         head = file.head
         _check_task(file, "synthesis")
-        config = TacotronConfig(**head["tacotron"])
+        config = file.options("tacotron", TacotronConfig)
         sizes = (head["num_symbols"], head["mel_dim"], head["linear_dim"])
         model = file.built(lambda: Tacotron(*sizes, config))
         symbols = SymbolInventory.from_dict(head["symbols"])
         if symbols.num_symbols != model.num_symbols:
             raise ValueError(f"{symbols.num_symbols} symbols for a model of {model.num_symbols}")
-        features = FeatureConfig.from_dict(head["features"])
+        features = file.options("features", FeatureConfig)
         sampling_rate = int(head["sampling_rate"])
     return LoadedSynthesis(model.to(device).eval(), symbols, features, sampling_rate, head)
 
@@ -259,6 +266,37 @@ class _ModelFile:
     def weights(self) -> dict[str, Tensor]:
         """The model's state_dict."""
         return {k.removeprefix("model."): v for k, v in self.tensors.items() if k.startswith("model.")}
+
+    def options(self, key: str, kind: type[OptionsT]) -> OptionsT:
+        """Return an entry of the head as the dataclass of options that was written.
+
+        Raises:
+            RunError: it has an option that this version does not know.
+            KeyError, TypeError, ValueError, AttributeError, ConfigError: damaged.
+        """
+        values, kinds = self.head[key], get_type_hints(kind)
+        unknown = sorted(values.keys() - kinds.keys())
+        if unknown:
+            raise RunError(
+                f"{self.path}: has an option {unknown[0]!r} ({key}) that this speechdp does not know, so it "
+                "is from a newer version or was edited by hand; use the speechdp that wrote it, or copy the "
+                "file again"
+            )
+        for name, value in values.items():
+            if type(value) not in _JSON_TYPES.get(kinds[name], (str,)):
+                raise ValueError(f"{name} is {value!r} ({key})")
+        return kind(**values)
+
+    def check_input(self) -> None:
+        """Check the entries about the model's input, which training writes.  Raises as `options`."""
+        head = self.head
+        if "data_checksum" in head:
+            self.options("features", FeatureConfig)
+            rate = head["sampling_rate"]
+            if type(rate) is not int or rate < 0:  # 0: that of Kaldi's features is unknown
+                raise ValueError(f"sampling_rate is {rate!r}")
+        if "inputs" in head:
+            self.options("inputs", InputOptions)
 
     def built(self, make: Callable[[], ModelT]) -> ModelT:
         """Make a model of the sizes in the head, after checking that the weights have these sizes.

@@ -93,6 +93,23 @@ def task_class(text: str) -> type[Task]:
     return _find(text)[0]
 
 
+#: Why a model file may have options that its class does not take, and what to do.
+_RECORDED = (
+    "the file is from another version of the class, or was edited by hand; give the class of its training, "
+    "or copy the file again"
+)
+
+
+def _made_as_recorded(cls: type[Task], options: str) -> Task:
+    """Return a user's task with the options in a model file.  Raises ConfigError."""
+    try:
+        values = read_options(cls.name, cls, options, kind="task")
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {_RECORDED}") from error
+    with code_of(cls, f"--task {cls.name}:{options}", _RECORDED):
+        return cls(**values)
+
+
 def task_options(text: str) -> dict[str, Any]:
     """Return the options that follow a task's name.
 
@@ -127,7 +144,7 @@ def networks_of(given: str | None) -> Callable[[str, str], Callable[[int, int], 
     def network_of(name: str, options: str) -> Callable[[int, int], nn.Module] | None:
         if name != cls.name or not hasattr(cls, "make_network"):
             return None
-        made = cls(**read_options(cls.name, cls, options, kind="task"))
+        made = _made_as_recorded(cls, options)
         for option, value in options_given.items():
             if getattr(made, option) != value:
                 raise ConfigError(

@@ -151,6 +151,7 @@ def test_a_class_that_was_changed_since_is_refused(
         ({"num_classes": -1}, "damaged"),
         ({"num_classes": 1 << 40}, "damaged"),
         ({"options": "nonsense=3"}, "has no option 'nonsense'"),
+        ({"options": "nonsense=3"}, "is from another version of the class, or was edited by hand; give the"),
         ({"options": "width=100000,inner=100000,layers=100"}, "now makes another network"),  # of 8 TB
     ],
 )
@@ -166,6 +167,25 @@ def test_a_damaged_file_is_told_by_its_name_before_memory_is_taken(
     with pytest.raises(RunError, match=re.escape(said)) as raised:
         load_model(tmp_path, CPU, own=networks_of(TASK))
     assert str(raised.value).startswith(f"{tmp_path / source.name}: ")
+
+
+def test_options_that_the_class_refuses_are_told_in_a_line(
+    trained: TrainedOnFsdd, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import tdnn  # noqa: PLC0415
+
+    def refuse(self: object) -> None:
+        raise KeyError(tdnn.Tdnn.width + 1)
+
+    namespace = {"__post_init__": refuse, "name": TASK}
+    refusing = dataclasses.make_dataclass("Tdnn", [], bases=(tdnn.Tdnn,), frozen=True, namespace=namespace)
+    monkeypatch.setattr(tdnn, "Tdnn", refusing)
+    with pytest.raises(RunError, match=r"model\.safetensors: .*KeyError: 257; the file is from another ver"):
+        load_model(trained.run, CPU, own=networks_of(TASK))
+    run = ["train", str(trained.data), str(trained.run / "no"), "--task", TASK, *BRIEFLY]
+    assert speechdp(run) != 0
+    said = capsys.readouterr().err
+    assert "KeyError: 257; give other options, or fix the class" in said and "Traceback" not in said
 
 
 def test_a_class_may_have_a_name_of_its_own(

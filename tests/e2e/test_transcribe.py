@@ -20,6 +20,8 @@ import torch
 
 from speechdp.cli.main import run as speechdp
 from speechdp.data.kaldi.matrix import read_matrix, read_scp
+from speechdp.data.shards.dataset import Dataset
+from speechdp.data.shards.description import keep_description
 from speechdp.decode.graphs.graph import Grammar
 from speechdp.decode.recogniser import DecodingOptions
 from speechdp.decode.transcribe import (
@@ -30,7 +32,7 @@ from speechdp.decode.transcribe import (
     kept_data,
     usual_piece_s,
 )
-from speechdp.errors import ConfigError, RunError
+from speechdp.errors import ConfigError, RunError, SpeechDPError
 from speechdp.labels import decision_tree
 from speechdp.process.ending import Ended
 from speechdp.tasks.model_file import load_model
@@ -215,6 +217,7 @@ def test_the_channels_of_a_file_are_heard_each_by_itself(
     shutil.copytree(trained.run, tmp_path / "run")
     record = tmp_path / "run" / "trained_on" / "data.json"
     record.write_text(json.dumps({**json.loads(record.read_text()), "channel": 2}))
+    (record.parent / "files.json").unlink()  # a change on purpose
     assert heard(call, run=tmp_path / "run") == [["call", *alone[1]]]
     assert heard(call, "--channel", "1", run=tmp_path / "run") == [["call", *alone[0]]]
     # A name of a channel that is also that of a file.
@@ -261,6 +264,89 @@ def test_pieces_are_as_long_as_what_the_model_has_learnt_from(trained: TrainedOn
         for split in kept.splits.values():
             object.__setattr__(split, "frames", round(100 * mean_s * split.utterances))  # frozen
         assert usual_piece_s(kept) == pytest.approx(usual_s, abs=0.1)
+
+
+def test_a_run_that_lacks_a_part_of_what_it_keeps_is_not_used_without_it(
+    trained: TrainedOnFsdd, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recording = str(trained.recordings[0])
+    run = shutil.copytree(trained.run, tmp_path / "run")
+    kept = run / "trained_on"
+
+    def heard() -> str:
+        capsys.readouterr()
+        assert speechdp(["transcribe", str(run), recording]) == 0
+        return capsys.readouterr().out
+
+    def refused() -> str:
+        capsys.readouterr()
+        assert speechdp(["transcribe", str(run), recording]) == 1
+        printed = capsys.readouterr()
+        with pytest.raises(SpeechDPError) as raised:
+            AcousticModel(run).transcribe(recording)
+        assert printed.out == "" and printed.err.count("\n") == 1 and str(raised.value) in printed.err
+        return printed.err
+
+    whole = heard()
+    (kept / "lm.arpa.gz").unlink()
+    (kept / "lm.json").unlink()
+    remedy = (
+        "copy it again from the run, or from the data that were trained on, or delete files.json beside it"
+    )
+    assert f"{kept / 'lm.arpa.gz'}: is missing; {remedy} to do without it" in refused()
+    for name in ("lm.arpa.gz", "lm.json"):
+        shutil.copy(trained.data / name, kept)  # as it says
+    assert heard() == whole
+    lines = (kept / "lexicon.txt").read_text().splitlines(keepends=True)
+    (kept / "lexicon.txt").write_text("".join(lines[:-1]))
+    assert f"{kept / 'lexicon.txt'}: was changed (" in refused()
+    (kept / "files.json").unlink()  # on purpose, and in runs of earlier versions
+    heard()
+
+
+def test_decoding_tells_of_training_data_that_were_changed_since(
+    trained: TrainedOnFsdd, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, data = (
+        shutil.copytree(trained.run, tmp_path / "run"),
+        shutil.copytree(trained.data, tmp_path / "data"),
+    )
+
+    def warned() -> str:
+        capsys.readouterr()
+        assert speechdp(["decode", str(run), str(data), "--backend", "serial"]) == 0
+        return capsys.readouterr().err
+
+    assert "since" not in warned()
+    lines = (data / "lexicon.txt").read_text().splitlines(keepends=True)
+    (data / "lexicon.txt").write_text("".join(lines[:-1]))
+    (data / "lm.arpa.gz").unlink()
+    (data / "lm.json").unlink()
+    since = f"{data}: changed, removed or added since {run} was trained: lexicon.txt"
+    assert f"{since}, lm.arpa.gz, lm.json; used as found: if" in warned()
+    for name in ("lexicon.txt", "lm.arpa.gz", "lm.json"):
+        shutil.copy(run / "trained_on" / name, data)  # as it says
+    (data / "lexicon.txt").write_text("".join(reversed(lines)))  # as long
+    assert f"{since}; used as found" in warned()
+    (run / "trained_on" / "files.json").write_text("{")  # which decode does without
+    assert "since" not in warned()
+
+
+def test_a_model_is_not_used_with_what_the_run_of_other_data_keeps(
+    trained: TrainedOnFsdd, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = shutil.copytree(trained.run, tmp_path / "run")
+    other = shutil.copytree(trained.data, tmp_path / "other")
+    values = json.loads((other / "data.json").read_text())
+    (other / "data.json").write_text(json.dumps({**values, "split": "random:"}))
+    keep_description(Dataset.open(other), run / "trained_on")
+    assert speechdp(["transcribe", str(run), str(trained.recordings[0])]) == 1
+    said = (
+        f"{run / 'trained_on'}: describes other data than the model beside it was trained on; copy trained_on"
+    )
+    assert said in capsys.readouterr().err
+    (run / "trained_on" / "files.json").unlink()
+    assert speechdp(["transcribe", str(run), str(trained.recordings[0])]) == 0
 
 
 def test_what_cannot_be_transcribed(

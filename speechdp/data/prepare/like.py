@@ -25,7 +25,15 @@ from speechdp.data.prepare.language_model import (
 from speechdp.data.prepare.reading import read_whole_corpus
 from speechdp.data.prepare.recognition import FlatShard, frames_of, lengths_of, read_samples, stored_utterance
 from speechdp.data.prepare.vocabulary import plainly_spelt, with_words_of_model
-from speechdp.data.shards.dataset import FLAT, MANIFEST_NAME, UNALIGNED, Dataset, Manifest
+from speechdp.data.shards.dataset import (
+    FLAT,
+    LANGUAGE_MODEL_NAMES,
+    MANIFEST_NAME,
+    UNALIGNED,
+    Dataset,
+    Manifest,
+)
+from speechdp.data.shards.description import check_contents
 from speechdp.data.shards.layout import AudioUtterance, ShardHeader, Utterance
 from speechdp.decode.language_model import LanguageModel, language_model_path, nothing_fits
 from speechdp.errors import ConfigError, ShardError
@@ -41,11 +49,13 @@ def open_like(path: Path) -> Dataset:
 
     Raises:
         ConfigError: it is neither, or a run of an earlier version whose data are gone.
+        RunError: the run keeps another description than it wrote.
         ShardError: damaged.
     """
     if (path / MANIFEST_NAME).is_file():
         return Dataset.open(path)
     if (path / TRAINED_ON / MANIFEST_NAME).is_file():
+        check_contents(path / TRAINED_ON, [MANIFEST_NAME, "classes.txt"])
         return Dataset.open(path / TRAINED_ON)
     run = RunDirectory(path)
     if not run.is_begun:
@@ -161,7 +171,7 @@ def _lexicon(
         of_model: the words of the user's language model.
     """
     if options.lexicon == GRAPHEMES:
-        lexicon = Lexicon.load(like.lexicon_path)
+        lexicon = _lexicon_of(like)
         # Words with other letters were spelled differently by earlier versions.
         words = list(filter(has_plain_letters, lexicon.recognised_words))
         if grapheme_lexicon(words) != Lexicon({word: lexicon.pronunciations[word] for word in words}):
@@ -171,7 +181,7 @@ def _lexicon(
             )
         return with_words_of_model(lexicon, of_model)
     path = like.lexicon_path if options.lexicon is None else options.lexicon
-    lexicon = Lexicon.load(path)
+    lexicon = _lexicon_of(like) if options.lexicon is None else Lexicon.load(path)
     strange = [phone for phone in lexicon.phones if phone not in inventory.phones]
     if strange:
         unknown_phones = counted_clause(len(strange), "phone", "are not among those of the model")
@@ -182,12 +192,18 @@ def _lexicon(
     return lexicon, ()
 
 
+def _lexicon_of(like: Dataset) -> Lexicon:
+    check_contents(like.path, [like.lexicon_path.name], "give another with --lexicon FILE")
+    return Lexicon.load(like.lexicon_path)
+
+
 def _language_model(
     options: PrepareOptions, like: Dataset, lexicon: Lexicon, texts: Texts, users: LanguageModel | None
 ) -> tuple[PreparedLanguageModel | None, tuple[str, ...]]:
     """Return the language model, by default that of the model's data, and notices."""
     if options.for_language_model != LanguageModelOptions():
         return prepare_language_model(options.for_language_model, lexicon, texts, users), ()
+    check_contents(like.path, LANGUAGE_MODEL_NAMES, "give another with --lm FILE")
     path = language_model_path(like.path)
     if path is None:
         return None, ()

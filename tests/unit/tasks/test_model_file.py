@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -13,12 +14,13 @@ import pytest
 import safetensors.torch
 import torch
 
+from speechdp.data.signal.features import FeatureConfig
 from speechdp.errors import ConfigError, RunError
 from speechdp.labels.hmm import log_priors, self_loop_probabilities
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
 from speechdp.report.runs.folders import read_run
 from speechdp.simulation.measured import measured_run
-from speechdp.tasks.model_file import ClassCounts, load_model, save_model
+from speechdp.tasks.model_file import ClassCounts, load_model, load_weights, save_model
 from tests.helpers.faulty_disk import faulty_disk, full
 
 CPU = torch.device("cpu")
@@ -141,6 +143,49 @@ def test_a_model_that_memory_does_not_hold_is_not_damaged(
     )
 
 
+def test_an_option_of_a_newer_version_is_not_called_damage(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    sizes = dataclasses.asdict(make_model().config)
+    features = FeatureConfig(num_mel_bins=6).to_dict()
+    recorded = {"data_checksum": "abc", "features": features}
+    for changes, option in (
+        ({"lstm": {**sizes, "heads": 4}}, r"'heads' \(lstm\)"),
+        ({**recorded, "features": {**features, "dither": 1.0}}, r"'dither' \(features\)"),
+        ({"inputs": {"deltas": 0, "splice": 0, "skip": 2}}, r"'skip' \(inputs\)"),
+    ):
+        rewrite(path, changes)
+        said = rf"has an option {option} .* a newer version or was edited by hand; use the"
+        with pytest.raises(RunError, match=said) as raised:
+            load_model(tmp_path, CPU)
+        assert str(raised.value).startswith(f"{path}: ") and "damaged" not in str(raised.value)
+        if "lstm" not in changes:  # the weights alone do not need it
+            with pytest.raises(RunError, match=said):
+                load_weights(tmp_path)
+        rewrite(path, {"lstm": sizes, "features": features, "inputs": {"deltas": 0, "splice": 0}})
+    load_model(tmp_path, CPU)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lstm": {"layers": 2, "cells": 5, "bidirectional": 3, "bottleneck": 3, "dropout": 0.1}},
+        {"inputs": {"deltas": 1.5}},
+        {"sampling_rate": None},
+        {"sampling_rate": "x"},
+        {"sampling_rate": -1},
+        {"features": {"num_mel_bins": 6, "mean_normalise": []}},
+        {"features": None},
+    ],
+)
+def test_an_option_of_another_type_is_damage(tmp_path: Path, changes: dict[str, object]) -> None:
+    path, features = saved(tmp_path), FeatureConfig(num_mel_bins=6).to_dict()
+    rewrite(path, {"data_checksum": "abc", "features": features})
+    load_model(tmp_path, CPU)
+    rewrite(path, changes)
+    with pytest.raises(RunError, match=r"model\.safetensors: damaged \("):
+        load_model(tmp_path, CPU)
+
+
 @pytest.mark.parametrize("damage", ["truncated", "empty", "pickle", "head", "sizes", "tensor", "option"])
 def test_damage_is_one_line(tmp_path: Path, damage: str) -> None:
     path = saved(tmp_path)
@@ -158,7 +203,7 @@ def test_damage_is_one_line(tmp_path: Path, damage: str) -> None:
     elif damage == "tensor":
         rewrite(path, {}, drop="class_frames")
     else:
-        rewrite(path, {"lstm": {"layers": 1, "width": 3}})
+        rewrite(path, {"lstm": {"layers": 1}})
     with pytest.raises(RunError) as raised:
         load_model(tmp_path, CPU)
     assert str(raised.value).startswith(f"{path}: damaged (") and "\n" not in str(raised.value)

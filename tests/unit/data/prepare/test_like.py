@@ -258,8 +258,8 @@ def test_the_advice_of_decoding_is_what_helps(trained: Dataset, tmp_path: Path) 
 def test_what_a_run_keeps_is_whole(trained: Dataset, tmp_path: Path) -> None:
     run = run_of(trained, tmp_path / "run")
     names = sorted(path.name for path in (run / "trained_on").iterdir())
-    assert names == ["classes.txt", "data.json", "lexicon.txt"]
-    for name in names:
+    assert names == ["classes.txt", "data.json", "files.json", "lexicon.txt"]
+    for name in set(names) - {"files.json"}:
         assert (run / "trained_on" / name).read_bytes() == (trained.path / name).read_bytes()
     assert json.loads((run / "run.json").read_text())["data"]["checksum"] == trained.checksum
     assert np.array_equal(open_like(run).num_frames("train"), trained.num_frames("train"))
@@ -288,7 +288,8 @@ def test_a_language_model_that_cannot_be_read_is_left_out_of_a_run(trained: Data
     (trained.path / "words.txt").mkdir()
     (notice,) = keep_description(trained, kept)
     assert "holds no language model: " in notice and "words.txt: cannot be read" in notice
-    assert sorted(path.name for path in kept.iterdir()) == ["classes.txt", "data.json", "lexicon.txt"]
+    names = sorted(path.name for path in kept.iterdir())
+    assert names == ["classes.txt", "data.json", "files.json", "lexicon.txt"]
     (trained.path / "lexicon.txt").unlink()
     (trained.path / "lexicon.txt").mkdir()
     with pytest.raises(ShardError, match=r"lexicon\.txt: cannot be read \(Is a directory\)"):
@@ -337,6 +338,37 @@ def test_the_language_model_goes_along_and_may_be_another(tmp_path: Path) -> Non
         f"without a language model: {run / 'trained_on' / 'lm.arpa.gz'}: none of its words is in the "
         "lexicon; --lm takes another"
     )
+
+
+def test_a_changed_copy_is_refused_with_the_options_that_replace_it(tmp_path: Path) -> None:
+    source = kaldi_folder(tmp_path / "old", 4)
+    made = PrepareOptions(
+        (source, tmp_path / "old-data"),
+        split="random:dev=0",
+        for_language_model=LanguageModelOptions(lm_order=2),
+    )
+    run = run_of(prepare(made, no_progress).dataset, tmp_path / "run")
+    kept, new = run / "trained_on", kaldi_folder(tmp_path / "new", 4)
+    (kept / "lm.arpa.gz").unlink()
+    (kept / "lm.json").unlink()
+    with pytest.raises(
+        RunError, match=r"lm\.arpa\.gz: is missing; .*, or give another with --lm FILE, or del"
+    ):
+        like(new, run, overwrite=True)
+    estimated = LanguageModelOptions(lm_order=2)
+    like(
+        new, run, overwrite=True, split="random:dev=0", for_language_model=estimated
+    )  # does not use that of the run
+    (kept / "lexicon.txt").write_text("".join((kept / "lexicon.txt").read_text().splitlines(True)[:-1]))
+    with pytest.raises(
+        RunError, match=r"lexicon\.txt: was changed \(.*, or give another with --lexicon FILE"
+    ):
+        like(new, run, overwrite=True)
+    lexicon = made.data / "lexicon.txt"
+    like(new, run, overwrite=True, split="random:dev=0", lexicon=lexicon, for_language_model=estimated)
+    (kept / "classes.txt").write_text("0 SIL_0\n")
+    with pytest.raises(RunError, match=r"classes\.txt: was changed .* trained on, or delete files\.json"):
+        like(new, run, overwrite=True, lexicon=lexicon)
 
 
 def test_utterances_without_transcript_are_no_texts_of_a_language_model(
