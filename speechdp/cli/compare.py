@@ -160,7 +160,7 @@ class CompareCommand(StartsJobs):
         for split in filter(None, (self.options.train_split, self.options.held_out, decode_split)):
             dataset.shard_paths(split)
         if plan.learning_rates:
-            self.options.optimizer.refuse_rate("--learning-rates tries others")
+            self.options.optimizer.refuse_rate()
         # A rank of a race decodes nothing, and may see other hosts than the command that started it.
         decodes_here = not self.job and self.hosts.are_counted_here
         return CompareRequest(

@@ -54,6 +54,15 @@ _ADDED_LATER = (
 )
 
 _TIED_STATES = 1000
+#: Options of a training that makes no alignments after its first.
+_WITHOUT_REALIGNMENT: dict[str, Any] = {
+    "realign": 0,
+    "realign_epochs": None,
+    "realign_criterion": None,
+    "realign_from": "last",
+    "context": "none",
+    "tied_states": None,
+}
 
 
 @dataclass(frozen=True)
@@ -223,17 +232,7 @@ class TrainOptions:
 
     def _refuse_in_first_round(self) -> None:
         """Refuse options that the first round of --realign cannot use.  Raises ConfigError."""
-        model = self.first_round_model()
-        dataclasses.replace(
-            self,
-            model=model,
-            realign=0,
-            realign_epochs=None,
-            realign_criterion=None,
-            realign_from="last",
-            context="none",
-            tied_states=None,
-        )
+        dataclasses.replace(self, model=self.first_round_model(), **_WITHOUT_REALIGNMENT)
 
     def with_setting(
         self, strategy: StrategyChoice, batch_size: int = 0, learning_rate: float | None = None
@@ -258,12 +257,7 @@ class TrainOptions:
             model=self._later_model(),
             alignments=alignments,
             flat_start=False,
-            realign=0,
-            realign_epochs=None,
-            realign_criterion=None,
-            realign_from="last",
-            context="none",
-            tied_states=None,
+            **_WITHOUT_REALIGNMENT,
         )
 
     def _later_model(self) -> ModelOptions:
