@@ -273,7 +273,7 @@ def _compare(
     from speechdp.cli.support.console import make_console  # noqa: PLC0415
     from speechdp.cli.support.starting import line_printer  # noqa: PLC0415
     from speechdp.experiments.compare.run import Comparer  # noqa: PLC0415
-    from speechdp.experiments.compare.training import LOGS  # noqa: PLC0415
+    from speechdp.experiments.jobs import LOGS  # noqa: PLC0415
     from speechdp.experiments.record import FAILED  # noqa: PLC0415
     from speechdp.ownership.overwrite import COMPARISON  # noqa: PLC0415
 

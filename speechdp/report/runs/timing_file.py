@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from speechdp.counting import counted
+from speechdp.data.loading.stage_times import STAGES
 from speechdp.jsonl import each_line, read_lines
 from speechdp.report.runs.records import (
     amount,
@@ -19,7 +20,6 @@ from speechdp.report.runs.records import (
     words,
 )
 from speechdp.report.runs.results import (
-    DATA_STAGES,
     DataTimes,
     Feeder,
     GpuConditions,
@@ -178,7 +178,7 @@ def _data_times(entry: Any) -> DataTimes | None:
     if not isinstance(entry, dict):
         return None
     stages = entry.get("stages_s")
-    seconds = {name: amount(stages, name) for name in DATA_STAGES} if isinstance(stages, dict) else {}
+    seconds = {name: amount(stages, name) for name in STAGES} if isinstance(stages, dict) else {}
     threads = amount(entry, "threads")
     times = DataTimes(
         stages_s={name: s for name, s in seconds.items() if s},
