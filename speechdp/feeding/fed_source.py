@@ -134,11 +134,6 @@ class FedBatch:
         self._source, self._segments, self._answer = source, segments, answer
         self._batch: Batch | None = None
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether `result` would not wait."""
-        return self._answer.done()
-
     def result(self) -> Batch:
         """Wait for the batch.  Raises the error that occurred on the feeder, with its rank."""
         if self._batch is None:
