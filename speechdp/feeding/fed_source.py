@@ -161,8 +161,7 @@ def gather_feeder_times(source: SplitSource, comm: Communicator) -> list[dict[st
 
 def pack_segments(segments: Segments) -> Tensor:
     """Return segments as one (5, S) int64 tensor."""
-    columns = (segments.shard, segments.utterance, segments.start, segments.num_frames, segments.speed)
-    return torch.from_numpy(np.stack([column.astype(np.int64) for column in columns]))
+    return torch.from_numpy(np.stack([column.astype(np.int64) for column in vars(segments).values()]))
 
 
 def transcript_tensors(hmms: TranscriptHmms | None) -> list[Tensor]:
