@@ -160,7 +160,7 @@ class CompareCommand(StartsJobs):
         for split in filter(None, (self.options.train_split, self.options.held_out, decode_split)):
             dataset.shard_paths(split)
         if plan.learning_rates:
-            self.options.optimizer.refuse_rate("--learning-rates tries others")
+            self.options.optimizer.refuse_rate()
         # A rank of a race decodes nothing, and may see other hosts than the command that started it.
         decodes_here = not self.job and self.hosts.are_counted_here
         return CompareRequest(
@@ -273,7 +273,7 @@ def _compare(
     from speechdp.cli.support.console import make_console  # noqa: PLC0415
     from speechdp.cli.support.starting import line_printer  # noqa: PLC0415
     from speechdp.experiments.compare.run import Comparer  # noqa: PLC0415
-    from speechdp.experiments.compare.training import LOGS  # noqa: PLC0415
+    from speechdp.experiments.jobs import LOGS  # noqa: PLC0415
     from speechdp.experiments.record import FAILED  # noqa: PLC0415
     from speechdp.ownership.overwrite import COMPARISON  # noqa: PLC0415
 

@@ -355,11 +355,9 @@ def parse(name: str, arguments: Sequence[str]) -> Any:
             "what follows -- are arguments of a script, but there is no --script: give --script SCRIPT "
             "before --, or leave -- out"
         )
-    # Only the module that is needed: `speechdp --help` must not wait for torch.
-    module = importlib.import_module(f"speechdp.cli.{command.module}")
     internal, shown = _take_internal(command, _with_quoted_options(given))
     refused = {} if of_script else command.refused
-    kind = getattr(module, command.script_class_name if of_script else command.class_name)
+    kind = _class_of(command, of_script=of_script)
     if name not in _WITH_COMMAND or "--" in given:  # else the option may be the script's
         _refuse_others(name, refused, given)
         refuse_unknown(shown, kind, name)
@@ -410,14 +408,15 @@ def _with_config(name: str, arguments: Sequence[str]) -> Sequence[str]:
         return [*own, *forwarded]
     command = SUBCOMMANDS[name]
     of_script = bool(command.script_class_name) and _has_script(arguments)
-
-    def of_command() -> type:
-        module = importlib.import_module(f"speechdp.cli.{command.module}")
-        found: type = getattr(module, command.script_class_name if of_script else command.class_name)
-        return found
-
     refused = {} if of_script else command.refused
-    return with_config(arguments, of_command, refused, _print_on_rank_0)
+    return with_config(arguments, lambda: _class_of(command, of_script=of_script), refused, _print_on_rank_0)
+
+
+def _class_of(command: Subcommand, *, of_script: bool = False) -> type[Any]:
+    """Return a subcommand's dataclass of options.  Imports its module alone: others may import torch."""
+    module = importlib.import_module(f"speechdp.cli.{command.module}")
+    found: type[Any] = getattr(module, command.script_class_name if of_script else command.class_name)
+    return found
 
 
 def _of_forwarded(name: str, arguments: Sequence[str]) -> Sequence[str]:
@@ -442,7 +441,7 @@ def _parsed(name: str, arguments: Sequence[str], print_line: Callable[[str], Non
     given = {plain_option(word) for word in arguments}
     if name != "train" or "--resume" not in given:
         return parse(name, arguments)
-    kind = importlib.import_module("speechdp.cli.train").TrainCommand
+    kind = _class_of(SUBCOMMANDS["train"])
     folders = arguments_of(arguments, kind)  # DATA RUN
     record = Path(folders[-1], "run.json") if len(folders) == 2 else None
     if record is None or not is_record_of_run(record):

@@ -97,7 +97,8 @@ class ProfileCommand(StartsJobs):
         from speechdp.cli.report import print_report  # noqa: PLC0415
         from speechdp.cli.support.console import make_console  # noqa: PLC0415
         from speechdp.cli.support.starting import line_printer  # noqa: PLC0415
-        from speechdp.experiments.profile.jobs import LOGS, Profiler  # noqa: PLC0415
+        from speechdp.experiments.jobs import LOGS  # noqa: PLC0415
+        from speechdp.experiments.profile.jobs import Profiler  # noqa: PLC0415
         from speechdp.experiments.profile.record import STRONG, threads_before  # noqa: PLC0415
         from speechdp.experiments.record import FAILED  # noqa: PLC0415
         from speechdp.ownership.overwrite import PROFILE  # noqa: PLC0415

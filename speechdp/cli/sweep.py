@@ -198,7 +198,7 @@ class SweepScriptCommand:
         from speechdp.cli.support.console import make_console  # noqa: PLC0415
         from speechdp.cli.support.starting import line_printer  # noqa: PLC0415
         from speechdp.experiments.compare.script_training import ScriptTraining  # noqa: PLC0415
-        from speechdp.experiments.compare.training import LOGS  # noqa: PLC0415
+        from speechdp.experiments.jobs import LOGS  # noqa: PLC0415
         from speechdp.experiments.race.plan import RaceOptions  # noqa: PLC0415
         from speechdp.experiments.sweep.plan import SweepPlan, threads_before  # noqa: PLC0415
         from speechdp.experiments.sweep.script import ScriptSweep, run_script_sweep  # noqa: PLC0415

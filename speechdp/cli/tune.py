@@ -279,7 +279,7 @@ class TuneCommand(TuneOptions, StartsJobs):
         rates = self.rates()
         if not rates:
             return self.options
-        self.options.optimizer.refuse_rate("--learning-rates tries others")
+        self.options.optimizer.refuse_rate()
         return self.options.with_setting(self.options.strategy, learning_rate=min(rates))
 
     def _ranks(self) -> int:

@@ -18,6 +18,8 @@ from speechdp.launching.supervise import JobEnd, StopPolicy, run_job
 from speechdp.process.ending import Ended
 from speechdp.process.notices import WARNING
 
+#: Folder of the jobs' output, beside the runs' folders.
+LOGS = "logs"
 #: More than the 30 s that `speechdp launch` gives its ranks to save (--grace-s); a second signal would cut
 #: that short.
 _POLICY = StopPolicy(first_signal=signal.SIGTERM, grace_s=45.0)

@@ -134,11 +134,6 @@ class FedBatch:
         self._source, self._segments, self._answer = source, segments, answer
         self._batch: Batch | None = None
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether `result` would not wait."""
-        return self._answer.done()
-
     def result(self) -> Batch:
         """Wait for the batch.  Raises the error that occurred on the feeder, with its rank."""
         if self._batch is None:
@@ -166,8 +161,7 @@ def gather_feeder_times(source: SplitSource, comm: Communicator) -> list[dict[st
 
 def pack_segments(segments: Segments) -> Tensor:
     """Return segments as one (5, S) int64 tensor."""
-    columns = (segments.shard, segments.utterance, segments.start, segments.num_frames, segments.speed)
-    return torch.from_numpy(np.stack([column.astype(np.int64) for column in columns]))
+    return torch.from_numpy(np.stack([column.astype(np.int64) for column in vars(segments).values()]))
 
 
 def transcript_tensors(hmms: TranscriptHmms | None) -> list[Tensor]:

@@ -313,18 +313,11 @@ def _launch_options(job: BatchJob) -> str:
 def _fill(scheduler: Scheduler, job: BatchJob, words: dict[str, object]) -> str:
     resources, placement = job.resources, job.placement
     script = _template(scheduler).render(
+        vars(placement) | vars(resources),
         **words,
-        name=placement.name,
-        queue=placement.queue,
-        account=placement.account,
-        parallel_environment=placement.parallel_environment,
         output=output_file(scheduler, placement),
-        nodes=resources.nodes,
-        ranks_per_node=resources.ranks_per_node,
         num_ranks=resources.nodes * resources.ranks_per_node,
-        gpus_per_rank=resources.gpus_per_rank,
         gpus_per_node=resources.gpus_per_rank * resources.ranks_per_node,
-        cpus_per_rank=resources.cpus_per_rank,
         cpus_per_node=(resources.cpus_per_rank or 1) * resources.ranks_per_node,
         time=_clock(resources.time_s),
         time_s=resources.time_s,

@@ -105,18 +105,11 @@ class OptimizerOptions:
             anneal_from=max(1, epochs * 2 // 3) if anneal_from < 0 else anneal_from,
         )
 
-    def refuse_rate(self, instead: str) -> None:
-        """Refuse a given learning rate.
-
-        Args:
-            instead: how the command sets rates instead: `--learning-rates tries others`.
-
-        Raises:
-            ConfigError: the learning rate or one of the options that scale it is given.
-        """
+    def refuse_rate(self) -> None:
+        """Refuse a learning rate and its scaling beside --learning-rates.  Raises ConfigError."""
         for name in ("learning_rate", "base_learning_rate", "base_batch"):
             if getattr(self, name) is not None:
-                raise ConfigError(f"--{name.replace('_', '-')}: leave it out: {instead}")
+                raise ConfigError(f"--{name.replace('_', '-')}: leave it out: --learning-rates tries others")
 
     def check_warmup(self, recipe: Recipe) -> None:
         """Refuse --warmup-from without a warm-up.  Call on unresolved options.  Raises ConfigError."""

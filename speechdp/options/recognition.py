@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from speechdp.errors import ConfigError
 from speechdp.options.shown import shown
+from speechdp.parallel.run_files import WEIGHTS
 
 if TYPE_CHECKING:
     from speechdp.decode.graphs.graph import Grammar
@@ -58,14 +59,7 @@ class RecognitionOptions:
     @property
     def weights(self) -> dict[str, Any]:
         """The scales, scores and probabilities that are given, by name."""
-        every = {
-            "acoustic_scale": self.acoustic_scale,
-            "prior_scale": self.prior_scale,
-            "insertion_log_prob": self.insertion_log_prob,
-            "lm_scale": self.lm_scale,
-            "silence_probability": self.silence_probability,
-        }
-        return {name: value for name, value in every.items() if value is not None}
+        return {name: value for name in WEIGHTS if (value := getattr(self, name)) is not None}
 
     def earlier_weights(self, run_dir: Path, grammar: Grammar) -> EarlierWeights:
         """Return the weights that decode --tune-on chose for a run.

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import tyro
+
 from speechdp.counting import counted
 from speechdp.data.loading.source_request import Context, SourceRequest
 from speechdp.data.plan.epoch_plan import PlanOptions
@@ -29,7 +31,6 @@ from speechdp.options.recipe import RecipeName, find_recipe
 from speechdp.options.schedule import Schedule
 from speechdp.options.seed import check_seed
 from speechdp.options.shown import heading, shown
-from speechdp.options.strategy import STRATEGY_TEXT
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.tasks.base import Task
 from speechdp.tasks.registry import task_class, task_options
@@ -54,6 +55,23 @@ _ADDED_LATER = (
 )
 
 _TIED_STATES = 1000
+#: Parser of a strategy on the command line. It keeps the text; the code that uses the strategy parses it.
+_STRATEGY_TEXT = tyro.constructors.PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="NAME",
+    instance_from_str=lambda words: StrategyChoice(words[0]),
+    is_instance=lambda value: isinstance(value, StrategyChoice),
+    str_from_instance=lambda choice: [choice.text],
+)
+#: Options of a training that makes no alignments after its first.
+_WITHOUT_REALIGNMENT: dict[str, Any] = {
+    "realign": 0,
+    "realign_epochs": None,
+    "realign_criterion": None,
+    "realign_from": "last",
+    "context": "none",
+    "tied_states": None,
+}
 
 
 @dataclass(frozen=True)
@@ -76,7 +94,7 @@ class TrainOptions:
     recipe: RecipeName = "none"
     """Set of defaults for the options below; options given explicitly take precedence.
     adpsgd-asr: 16 epochs of SGD with batch 2560 and a scaled, warmed-up learning rate (docs/training.md)."""
-    strategy: Annotated[StrategyChoice, STRATEGY_TEXT, shown("NAME[:OPTION=VALUE,...]")] = field(
+    strategy: Annotated[StrategyChoice, _STRATEGY_TEXT, shown("NAME[:OPTION=VALUE,...]")] = field(
         default_factory=lambda: StrategyChoice("gradient_averaging")
     )
     """What ranks exchange and when, e.g. model_averaging:period=16; docs/strategies.md lists all."""
@@ -223,17 +241,7 @@ class TrainOptions:
 
     def _refuse_in_first_round(self) -> None:
         """Refuse options that the first round of --realign cannot use.  Raises ConfigError."""
-        model = self.first_round_model()
-        dataclasses.replace(
-            self,
-            model=model,
-            realign=0,
-            realign_epochs=None,
-            realign_criterion=None,
-            realign_from="last",
-            context="none",
-            tied_states=None,
-        )
+        dataclasses.replace(self, model=self.first_round_model(), **_WITHOUT_REALIGNMENT)
 
     def with_setting(
         self, strategy: StrategyChoice, batch_size: int = 0, learning_rate: float | None = None
@@ -258,12 +266,7 @@ class TrainOptions:
             model=self._later_model(),
             alignments=alignments,
             flat_start=False,
-            realign=0,
-            realign_epochs=None,
-            realign_criterion=None,
-            realign_from="last",
-            context="none",
-            tied_states=None,
+            **_WITHOUT_REALIGNMENT,
         )
 
     def _later_model(self) -> ModelOptions:

@@ -128,7 +128,7 @@ class RunDirectory:
         Args:
             wall_s: wall-clock time of the job, s.
         """
-        content = {"exit_code": 0, "ended": _now(), "wall_s": round(wall_s, 3)}
+        content = {"exit_code": 0, "ended": utc_now(), "wall_s": round(wall_s, 3)}
         with _disk_errors(self._script_ended):
             write_text_atomically(self._script_ended, json.dumps(content) + "\n")
 
@@ -225,7 +225,7 @@ class RunDirectory:
 
     def begin(self, facts: dict[str, Any]) -> None:
         """Write run.json.  Raises RunError where the folder cannot be written."""
-        head = {"format": RUN_FORMAT, "version": RUN_VERSION, "started": _now(), **facts}
+        head = {"format": RUN_FORMAT, "version": RUN_VERSION, "started": utc_now(), **facts}
         with _disk_errors(self.path / "run.json"):
             self.path.mkdir(parents=True, exist_ok=True)
             write_text_atomically(self.path / "run.json", json.dumps(head, indent=2) + "\n")
@@ -301,7 +301,7 @@ class RunDirectory:
             text = path.read_text(encoding="utf-8") if path.is_file() else ""
             # Leave a line that a full disk cut off as it is; start the next one on a new line.
             whole = text if text.endswith("\n") or not text else f"{text}\n"
-            write_text_atomically(path, whole + json.dumps({"started": _now(), **facts}) + "\n")
+            write_text_atomically(path, whole + json.dumps({"started": utc_now(), **facts}) + "\n")
         remove_left_over(path)
 
     def _remove_half_written(self) -> None:
@@ -386,7 +386,7 @@ class RunDirectory:
     def complete(self, facts: dict[str, Any]) -> None:
         """Write completed.json: the run ended well, whatever exit code a launcher reports."""
         with _disk_errors(self._completed):
-            content = {"finished": _now(), **facts}
+            content = {"finished": utc_now(), **facts}
             write_text_atomically(self._completed, json.dumps(content, indent=2) + "\n")
 
     def complete_again(self) -> None:
@@ -416,7 +416,8 @@ def _is_of_mean(line: str) -> bool:
     return _of(line, AVERAGED_EPOCHS) < math.inf
 
 
-def _now() -> str:
+def utc_now() -> str:
+    """Return the time as records have it."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 

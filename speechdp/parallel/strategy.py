@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, cast, final, runtime_checkable
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # code that only reads options need not import torch
     from speechdp.timing.timeline import Timeline
 
 _Strategy = TypeVar("_Strategy", bound="Strategy")
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
@@ -373,3 +374,8 @@ def trains_together(strategy: Strategy) -> bool:
 def final_models(strategy: Strategy) -> list[Tensor]:
     """Return the models a strategy offers beside the replica's own; usually none."""
     return strategy.final_models() if isinstance(strategy, OffersModels) else []
+
+
+def part_of(prefix: str, state: Mapping[str, _Value]) -> dict[str, _Value]:
+    """Return the values of a state whose names begin with `prefix`, under their names without it."""
+    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}

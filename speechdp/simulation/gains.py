@@ -63,24 +63,6 @@ def gains_of(run: MeasuredRun) -> list[Gain]:
     # Use only this run's steps: it is the one to make faster.
     scenario = replace(scenario, work=MeasuredWork.of([run]))
     now = _rate(scenario, run, exchange)
-    changes: dict[str, tuple[Scenario, Exchange]] = {}
-    if run.ranks > 1:
-        name, cluster = _faster_link(run, scenario.cluster)
-        changes[name] = (replace(scenario, cluster=cluster), exchange)
-        changes["without differences between the ranks"] = (
-            replace(scenario, work=scenario.work.without_stragglers()),
-            exchange,
-        )
-        longer = _longer(run.strategy)
-        if longer is not None:
-            other = exchange_of(longer, scenario.model)
-            if not is_too_long(other, run.ranks):
-                changes[_name_of(longer, run.strategy, other)] = (scenario, other)
-    if scenario.work.data_wait > 0:
-        changes["without waiting for data"] = (
-            replace(scenario, work=MeasuredWork.of([run], loads=False)),
-            exchange,
-        )
     gains = [
         Gain(
             change,
@@ -91,9 +73,30 @@ def gains_of(run: MeasuredRun) -> list[Gain]:
             ),
             other is not exchange,
         )
-        for change, (changed, other) in changes.items()
+        for change, (changed, other) in _changes(run, scenario, exchange).items()
     ]
     return sorted(gains, key=lambda gain: -gain.times.mean)
+
+
+def _changes(
+    run: MeasuredRun, scenario: Scenario, exchange: Exchange
+) -> dict[str, tuple[Scenario, Exchange]]:
+    """Return what could be changed about a run, by its name for readers, with what the run would be then."""
+    changes: dict[str, tuple[Scenario, Exchange]] = {}
+    if run.ranks > 1:
+        name, cluster = _faster_link(run, scenario.cluster)
+        changes[name] = replace(scenario, cluster=cluster), exchange
+        alike = replace(scenario, work=scenario.work.without_stragglers())
+        changes["without differences between the ranks"] = alike, exchange
+        longer = _longer(run.strategy)
+        if longer is not None:
+            other = exchange_of(longer, scenario.model)
+            if not is_too_long(other, run.ranks):
+                changes[_name_of(longer, run.strategy, other)] = scenario, other
+    if scenario.work.data_wait > 0:
+        fed = replace(scenario, work=MeasuredWork.of([run], loads=False))
+        changes["without waiting for data"] = fed, exchange
+    return changes
 
 
 def _rate(scenario: Scenario, run: MeasuredRun, exchange: Exchange) -> Samples:

@@ -212,14 +212,15 @@ def measured_run(
     choice = StrategyChoice(str(settings.get("strategy", "")))
     times, aligned = _read_steps(path, timing, last_bytes, choice)
     figures = data_figures(timing, result.order)
-    last = result.evaluations[-1].frames if result.evaluations else None
+    optimizer = result.setting("options", "resolved", "optimizer", "optimizer")
+    last = None if result.last is None else result.last.frames
     return MeasuredRun(
         name=result.name,
         hosts=hosts,
         strategy=choice,
         aligned=aligned,
         nbytes=PARAMETER_BYTES * parameters,
-        optimizer_vectors=_optimizer_vectors(settings),
+        optimizer_vectors=_OPTIMIZER_VECTORS.get(str(optimizer), _OPTIMIZER_VECTORS["adam"]),
         times=times,
         deliverable_per_s=None if figures is None else figures.deliverable_per_s,
         frames_trained=last or float(sum(rank.frames for rank in timing.ranks)) or None,
@@ -237,14 +238,6 @@ def _hosts_of(timing: RunTiming, settings: Mapping[str, Any]) -> tuple[str, ...]
     return tuple(map(str, hosts)) if all(hosts) else None
 
 
-def _optimizer_vectors(settings: Mapping[str, Any]) -> int:
-    """Return the number of vectors that a run's optimizer keeps; that of Adam if it is not recorded."""
-    value: Any = settings.get("options")
-    for key in ("resolved", "optimizer", "optimizer"):
-        value = value.get(key) if isinstance(value, dict) else None
-    return _OPTIMIZER_VECTORS.get(str(value), 2)
-
-
 def _read_steps(
     path: Path, timing: RunTiming, last_bytes: int | None, choice: StrategyChoice
 ) -> tuple[StepTimes, bool]:
@@ -254,22 +247,9 @@ def _read_steps(
 
     Also returns whether all ranks are known to have taken the same steps at the same time.
     """
-    ranks = []
     # A rank without frames only serves others, as rank 0 does with dedicated=true.
     trainers = [rank for rank in timing.ranks if rank.frames > 0] or timing.ranks
-    for rank in trainers:
-        file = path / "timeline" / f"rank-{rank.rank:04d}.jsonl"
-        try:
-            ranks.append(read_timeline(file, last_bytes)[0])
-        except FileNotFoundError as error:
-            raise ConfigError(
-                f"{file}: missing; its steps are what a simulation is made of: train the run again, or give "
-                "another one"
-            ) from error
-        except OSError as error:
-            raise ConfigError(cannot_be_read(file, error)) from error
-        if not ranks[-1]:
-            raise ConfigError(f"{file}: damaged, no step of it can be read; give another run")
+    ranks = [_read_rank(path / "timeline" / f"rank-{rank.rank:04d}.jsonl", last_bytes) for rank in trainers]
     bounds = [
         (rank.first_step, rank.last_step)
         for rank in trainers
@@ -300,6 +280,22 @@ def _read_steps(
             f"from (at least {LEAST_STEPS}); train longer"
         )
     return times, aligned
+
+
+def _read_rank(file: Path, last_bytes: int | None) -> dict[int, dict[str, Any]]:
+    """Read the steps of a rank's timeline, by number.  Raises ConfigError if there are none."""
+    try:
+        steps = read_timeline(file, last_bytes)[0]
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{file}: missing; its steps are what a simulation is made of: train the run again, or give "
+            "another one"
+        ) from error
+    except OSError as error:
+        raise ConfigError(cannot_be_read(file, error)) from error
+    if not steps:
+        raise ConfigError(f"{file}: damaged, no step of it can be read; give another run")
+    return steps
 
 
 def _parts(step: Mapping[str, Any]) -> tuple[float, ...]:

@@ -386,7 +386,7 @@ def _prediction(
     ideal = ranks * work.frames / draws.alone_s
     step_s = float(pace.step_s.mean())
     loading_s = _held_back(scenario, ranks, pace)
-    own_s = min(_own_work(draws, exchange, pace, work), step_s - loading_s)
+    own_s = min(_own_work(draws, exchange, work), step_s - loading_s)
     computing_s = own_s * (1 - work.data_wait)
     exchange_s = min(float(np.mean(pace.exchange_s)), max(step_s - own_s - loading_s, 0.0))
     waiting_s = max(step_s - own_s - exchange_s - loading_s, 0.0)
@@ -406,16 +406,15 @@ def _prediction(
     )
 
 
-def _own_work(draws: Draws, exchange: Exchange, pace: Pace, work: MeasuredWork) -> float:
+def _own_work(draws: Draws, exchange: Exchange, work: MeasuredWork) -> float:
     """Return a rank's own work in a step, s: the mean over ranks, or over steps of asynchronous ranks."""
     means = draws.mean_s[:, int(exchange.dedicated) :]
-    if exchange.pattern is Pattern.GOSSIP and exchange.group_size == 1:
-        return float((1 / (1 / means).mean(axis=1)).mean())
-    if exchange.pattern is Pattern.SERVER:
-        # A fast rank takes more of the steps, unless all wait equally for their turn.
-        mean = float((1 / (1 / means).mean(axis=1)).mean())
-        return mean * (1 - work.update) if exchange.at_server else mean
-    return float(means.mean())
+    gossips_alone = exchange.pattern is Pattern.GOSSIP and exchange.group_size == 1
+    if not gossips_alone and exchange.pattern is not Pattern.SERVER:
+        return float(means.mean())
+    # A fast rank takes more of the steps, unless all wait equally for their turn.
+    mean = float((1 / (1 / means).mean(axis=1)).mean())
+    return mean * (1 - work.update) if exchange.at_server else mean
 
 
 def _held_back(scenario: Scenario, ranks: int, pace: Pace) -> float:

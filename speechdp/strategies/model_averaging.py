@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from speechdp.errors import ConfigError
-from speechdp.parallel.strategy import Progress, Traits
+from speechdp.parallel.strategy import Progress, Traits, part_of
 from speechdp.strategies.mechanisms.last_models import LastModels
 from speechdp.strategies.mechanisms.nodes import NodewiseStrategy
 from speechdp.strategies.mechanisms.periodic import MomentumRule
@@ -173,9 +173,5 @@ class ModelAveraging(NodewiseStrategy):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._rounds, self._times_left_out = state["rounds"], state["times_left_out"]
-        self._window_loss.load_state_dict(_part("loss.", state))
-        self._last_models.load_state_dict(_part("last.", state))
-
-
-def _part(prefix: str, state: dict[str, Any]) -> dict[str, Any]:
-    return {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+        self._window_loss.load_state_dict(part_of("loss.", state))
+        self._last_models.load_state_dict(part_of("last.", state))

@@ -442,28 +442,34 @@ def _run_in(folder: Path) -> str:
     return "the folder of a run" if model is None else f"the folder of a run, such as {model.parent}"
 
 
-@contextmanager
-def _reading(run_dir: Path) -> Iterator[_ModelFile]:
-    """Read a model file; report what the block finds wrong with it in one line, as RunError."""
-    path = run_dir / MODEL_NAME
+def _refuse_absent(run_dir: Path, path: Path) -> None:
+    """Refuse a folder without a model; say what it holds instead.  Raises RunError."""
     if not run_dir.is_dir():
         raise RunError(f"{run_dir}: {why_no_folder(run_dir)}; give that of a finished run")
     if (run_dir / MANIFEST_NAME).is_file():
         raise RunError(f"{run_dir}: is a data directory, not a run; give the folder that train wrote")
-    if not path.is_file():
-        if (run_dir / "completed.json").is_file():
-            raise RunError(
-                f"{path}: no such model, though the run is complete; the command that trained it writes it "
-                "again from the last checkpoint (train: with --resume)"
-            )
-        for kind in (SWEEP, COMPARISON, TUNE):
-            if (run_dir / kind.record).is_file():
-                raise RunError(f"{run_dir}: is {kind.what}, not a run; give {_run_in(run_dir)}")
-        begun = (run_dir / "run.json").is_file()
-        remedy = f"finish it {how_to_continue(run_dir, 'train --resume')}" if begun else "train it first"
-        if (run_dir / OWNER_FILE).exists():  # which a killed job has left, too
-            remedy = f"wait for the job that trains it; if that has ended, {remedy}"
-        raise RunError(f"{path}: no such model; {run_dir} is not a finished run, {remedy}")
+    if path.is_file():
+        return
+    if (run_dir / "completed.json").is_file():
+        raise RunError(
+            f"{path}: no such model, though the run is complete; the command that trained it writes it "
+            "again from the last checkpoint (train: with --resume)"
+        )
+    for kind in (SWEEP, COMPARISON, TUNE):
+        if (run_dir / kind.record).is_file():
+            raise RunError(f"{run_dir}: is {kind.what}, not a run; give {_run_in(run_dir)}")
+    begun = (run_dir / "run.json").is_file()
+    remedy = f"finish it {how_to_continue(run_dir, 'train --resume')}" if begun else "train it first"
+    if (run_dir / OWNER_FILE).exists():  # which a killed job has left, too
+        remedy = f"wait for the job that trains it; if that has ended, {remedy}"
+    raise RunError(f"{path}: no such model; {run_dir} is not a finished run, {remedy}")
+
+
+@contextmanager
+def _reading(run_dir: Path) -> Iterator[_ModelFile]:
+    """Read a model file; report what the block finds wrong with it in one line, as RunError."""
+    path = run_dir / MODEL_NAME
+    _refuse_absent(run_dir, path)
     try:
         with path.open("rb"):
             pass  # raises the reason: safetensors calls every file missing that it cannot open

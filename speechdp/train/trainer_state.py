@@ -19,7 +19,7 @@ from speechdp.models.precision import Precision
 from speechdp.options.schedule import Schedule
 from speechdp.parallel.replica import Replica
 from speechdp.parallel.run_files import Metrics
-from speechdp.parallel.strategy import Strategy
+from speechdp.parallel.strategy import Strategy, part_of
 from speechdp.parallel.untrained import load_untrained, untrained_tensors
 from speechdp.tasks.base import Task
 from speechdp.timing.timeline import Timeline
@@ -152,11 +152,11 @@ def restore_state(parts: TrainingParts, state: RankState, run_dir: Path, seed: i
     parts.timeline.resume_at(counters.time_s)
     if "parameters" in tensors:
         parts.replica.parameters.values.copy_(tensors["parameters"])
-        parts.replica.load_optimizer_tensors(_named("optimizer.", tensors))
+        parts.replica.load_optimizer_tensors(part_of("optimizer.", tensors))
     if parts.strategy.traits.replicas_equal:
         _share_replica(parts.replica, parts.comm)
     # An earlier version saved only floating-point buffers, as `statistics`.
-    saved = _named("statistics.", tensors) | _named("untrained.", tensors)
+    saved = part_of("statistics.", tensors) | part_of("untrained.", tensors)
     load_untrained(parts.model, saved, str(run_dir))
     if parts.replica.scaler is not None:
         parts.replica.scaler.load_state_dict(state.values["loss_scale"])
@@ -177,11 +177,6 @@ def restore_state(parts: TrainingParts, state: RankState, run_dir: Path, seed: i
         drawn = np.random.SeedSequence([seed, counters.step, parts.comm.rank]).generate_state(1, np.uint64)
         torch.manual_seed(int(drawn[0]))
     return Standing(epoch_loss, counters, state.values["dealing"])
-
-
-def _named(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors whose names begin with `prefix`, under their names without it."""
-    return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
 
 
 def _share_replica(replica: Replica, comm: Communicator) -> None:

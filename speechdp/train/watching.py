@@ -6,11 +6,11 @@ import contextlib
 import os
 import threading
 from contextlib import AbstractContextManager
-from datetime import datetime, timezone
 from pathlib import Path
 
 from speechdp.comm import environment
 from speechdp.options.run import TrainOptions
+from speechdp.parallel.run_files import utc_now
 from speechdp.timing.timeline import Span
 from speechdp.train.session import Session
 from speechdp.train.trainer import Trainer
@@ -91,7 +91,7 @@ class _Observer:
             waits=finds_waits and self._comm.size > 1 and self._waits(doing),
             beats=parts.pulse.beats,
             still_s=round(still_s, 3),
-            written=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            written=utc_now(),
         )
 
     def _waits(self, doing: str) -> bool:

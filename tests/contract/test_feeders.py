@@ -211,8 +211,9 @@ def test_a_slow_feeder_gets_fewer_batches(dataset: Dataset, monkeypatch: pytest.
     def train(trainer: Trainer) -> dict[str, int]:
         with closing(trainer.feeders.open(PLAIN)) as source:
             pendings = [source.start(segments) for segments in segments_of(source, 20)]
-            wait_until(lambda: sum(p.is_ready for p in pendings) >= 20 - DEPTH, "the other feeder")
-            assert sum(p.is_ready for p in pendings) == 20 - DEPTH
+            answers = [pending._answer for pending in pendings]
+            wait_until(lambda: sum(a.done() for a in answers) >= 20 - DEPTH, "the other feeder")
+            assert sum(a.done() for a in answers) == 20 - DEPTH
             gate.set()
             for pending in pendings:
                 pending.result()

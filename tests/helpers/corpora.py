@@ -9,14 +9,18 @@ import shutil
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import soundfile
 
+from speechdp.data.prepare.pipeline import prepare
+from speechdp.data.shards.dataset import Dataset
 from speechdp.data.shards.shard import Shard, ShardHeader, ShardWriter, Utterance
 from speechdp.data.signal.features import FeatureConfig
+from speechdp.options.prepare import PrepareOptions
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
@@ -105,6 +109,19 @@ def digit_folder(
                     folder / f"{digit}_{speaker}_{index}.wav", 0.4, seed=100 * number + 10 * index + digit
                 )
     return folder
+
+
+def stored_digits(folder: Path, **options: Any) -> dict[str, Dataset]:
+    """Prepare a digit folder twice, as features and as audio; return both."""
+    corpus = digit_folder(folder / "corpus")
+    options = {"shards": 2, "num_mel_bins": 12, "pattern": "{digit}_{speaker}_{index}", **options}
+    return {
+        kind: prepare(
+            PrepareOptions((corpus, folder / kind), split="random:dev=0.2,test=0.1", store=kind, **options),
+            no_progress,
+        ).dataset
+        for kind in ("features", "audio")
+    }
 
 
 def kaldi_folder(folder: Path, num_utterances: int = 3) -> Path:

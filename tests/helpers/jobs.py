@@ -13,7 +13,7 @@ from pathlib import Path
 
 from speechdp.launching.mpi import rank_process
 from tests.helpers.gates import Gates
-from tests.helpers.mpi import BIN, REPOSITORY, Ended, job_environment, run_job
+from tests.helpers.mpi import BIN, Ended, run_job, start_job
 
 SPEECHDP = (sys.executable, "-m", "speechdp")
 #: Only a job that hangs takes this long, s, although others run beside it.
@@ -57,17 +57,7 @@ class Job:
     def __init__(self, command: Sequence[str], mark: str, env: Mapping[str, str] | None = None) -> None:
         self._mark = mark
         self._command = command
-        self._process = subprocess.Popen(
-            command,
-            cwd=REPOSITORY,
-            env={**job_environment(), **(env or {})},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
+        self._process = start_job(command, env=env)
 
     @property
     def pid(self) -> int:

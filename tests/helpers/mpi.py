@@ -52,16 +52,11 @@ def run_horovodrun(size: int, program: Sequence[str | Path], *, timeout_s: float
     return run_job([*launcher, sys.executable, *map(str, program)], timeout_s=timeout_s)
 
 
-def run_job(
-    command: Sequence[str],
-    *,
-    env: Mapping[str, str] | None = None,
-    timeout_s: float = TIMEOUT_S,
-    cwd: Path = REPOSITORY,
-) -> Ended:
-    """Run `command` in its own session; on a time-out kill the session and fail with its output."""
-    # A new session keeps the launcher and its ranks together, apart from pytest.
-    with subprocess.Popen(
+def start_job(
+    command: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: Path = REPOSITORY
+) -> subprocess.Popen[str]:
+    """Start `command` in its own session, so that it stays together, apart from pytest."""
+    return subprocess.Popen(
         command,
         cwd=cwd,
         env={**job_environment(), **(env or {})},
@@ -71,7 +66,18 @@ def run_job(
         text=True,
         errors="replace",
         start_new_session=True,
-    ) as process:
+    )
+
+
+def run_job(
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = TIMEOUT_S,
+    cwd: Path = REPOSITORY,
+) -> Ended:
+    """Run `command` in its own session; on a time-out kill the session and fail with its output."""
+    with start_job(command, env=env, cwd=cwd) as process:
         try:
             stdout, stderr = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:

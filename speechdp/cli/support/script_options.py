@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from speechdp.tasks.metrics import TaskRecord
 
 
-class _JobOptions(Protocol):
-    """Options that determine where jobs run, and with how many threads."""
+class StartsJobs(Protocol):
+    """Base of commands that start jobs, with the options `--hostfile`, `--launch-args` and `--threads`."""
 
     @property
     def hostfile(self) -> Path | None: ...
@@ -39,21 +39,14 @@ class _JobOptions(Protocol):
     def threads(self) -> int | None: ...
 
     @property
-    def hosts(self) -> JobHosts: ...
-
-
-class StartsJobs:
-    """Base of commands that start jobs, with the options `--hostfile`, `--launch-args` and `--threads`."""
-
-    @property
-    def hosts(self: _JobOptions) -> JobHosts:
+    def hosts(self) -> JobHosts:
         """Hosts on which jobs run.  Raises ConfigError: hosts that cannot be read."""
         from speechdp.cli.support.starting import hosts_of_jobs  # noqa: PLC0415 - keeps --help fast
 
         return hosts_of_jobs(self.hostfile, self.launch_args)
 
     def starter(
-        self: _JobOptions,
+        self,
         command: str,
         most_ranks: int,
         threads_before: int | None = None,

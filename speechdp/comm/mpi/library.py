@@ -61,6 +61,16 @@ def meet(comm: Any) -> None:
     sleep_until(comm.Ibarrier().Test)
 
 
+def close_channel(comm: Any) -> None:
+    """Free the communicator of a channel.  Collective."""
+
+    def run() -> None:
+        meet(comm)
+        comm.Free()
+
+    checked("closing a channel", run)
+
+
 def checked(what: str, call: Callable[[], T]) -> T:
     """Run `call`, turning an MPI error into a CommunicationError that names the operation `what`."""
     try:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from speechdp.comm.mpi.library import MPI, checked, meet, parts
+from speechdp.comm.mpi.library import MPI, checked, close_channel, parts
 from speechdp.comm.packets import Allocate, Packet, PacketChannel, Sent, describe, make_room
 from speechdp.comm.staging import as_bytes
 
@@ -86,12 +86,7 @@ class MpiPackets(PacketChannel):
         if self._closed:
             return
         self._closed = True
-
-        def run() -> None:
-            meet(self._comm)
-            self._comm.Free()
-
-        checked("closing a channel", run)
+        close_channel(self._comm)
 
     def _move(self) -> Packet | None:
         self._test_leaving()

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from speechdp.comm.loss_tolerance import PeerLost
-from speechdp.comm.mpi.library import MPI, checked, meet, parts
+from speechdp.comm.mpi.library import MPI, checked, close_channel, parts
 from speechdp.comm.mpi.ulfm import failed_ranks, is_loss
 from speechdp.comm.peers import CheckedPeers
 from speechdp.comm.staging import Staged, as_bytes
@@ -60,11 +60,7 @@ class MpiPeers(CheckedPeers):
         return sender
 
     def _close(self) -> None:
-        def run() -> None:
-            meet(self._comm)
-            self._comm.Free()
-
-        checked("closing a channel", run)
+        close_channel(self._comm)
 
     def _fill(self, x: Tensor, source: int | None, tag: int) -> int:
         """Receive one message into `x`, flat bytes, and return its sender."""

@@ -98,8 +98,7 @@ class Segments:
 
     def take(self, order: IntArray) -> Segments:
         """Return the segments at these places, in this order."""
-        columns = (self.shard, self.utterance, self.start, self.num_frames, self.speed)
-        return Segments(*(column[order] for column in columns))
+        return Segments(*(column[order] for column in vars(self).values()))
 
 
 def ranges(starts: npt.NDArray[Any], sizes: npt.NDArray[Any]) -> IntArray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from speechdp.counting import counted, counted_clause
@@ -30,22 +30,35 @@ from speechdp.options.prepare import PrepareOptions
 
 
 @dataclass(frozen=True)
-class DividedCorpus:
+class Division:
     """A corpus in splits.
 
     Attributes:
         rule: the rule that divided it, as written in data.json.
         splits: the utterances of each split that holds any.
-        sampling_rate: rate to which the audio is resampled, in Hz.
-        seconds: duration of the audio of each utterance.
         notices: messages for the user.
+        held_out: the splits that are separate sources.
+        files: see Corpus.
     """
 
     rule: str
     splits: dict[str, list[CorpusUtterance]]
+    notices: tuple[str, ...]
+    held_out: tuple[str, ...]
+    files: SameFiles | None
+
+
+@dataclass(frozen=True)
+class DividedCorpus(Division):
+    """A corpus in splits, whose audio has been looked at.
+
+    Attributes:
+        sampling_rate: rate to which the audio is resampled, in Hz.
+        seconds: duration of the audio of each utterance.
+    """
+
     sampling_rate: int
     seconds: dict[AudioSource, float]
-    notices: tuple[str, ...]
 
     @classmethod
     def of(
@@ -83,24 +96,7 @@ class DividedCorpus:
         )
         if like is not None:
             notices += _resampled(infos, rate)
-        return cls(division.rule, splits, rate, seconds, notices)
-
-
-@dataclass(frozen=True)
-class Division:
-    """A corpus in splits, before its audio is read.
-
-    Attributes:
-        rule, splits, notices: see DividedCorpus.
-        held_out: the splits that are separate sources.
-        files: see Corpus.
-    """
-
-    rule: str
-    splits: dict[str, list[CorpusUtterance]]
-    notices: tuple[str, ...]
-    held_out: tuple[str, ...]
-    files: SameFiles | None
+        return cls(**vars(replace(division, notices=notices)), sampling_rate=rate, seconds=seconds)
 
 
 def divide(corpus: Corpus, options: PrepareOptions, *, for_model: bool = False) -> Division:

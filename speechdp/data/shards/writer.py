@@ -165,14 +165,7 @@ class ShardWriter:
         num_rows, num_targets = sum(self._rows), int(index.offsets[-1])
         if index.target_offsets is not None:
             num_targets = int(index.target_offsets[-1])
-        arrays: dict[str, npt.NDArray[Any] | None]
-        arrays = {
-            "offsets": index.offsets,
-            "crc32": index.crc32,
-            "sample_offsets": index.sample_offsets,
-            "target_offsets": index.target_offsets,
-        }
-        present = {name: values for name, values in arrays.items() if values is not None}
+        present = {name: values for name, values in vars(index).items() if values is not None}
         content_shape = (num_rows, *self.header.row_shape)
         num_bytes = int(np.prod(content_shape)) * self.header.content_dtype.itemsize + 4 * num_targets
         num_bytes += sum(values.nbytes for values in present.values())

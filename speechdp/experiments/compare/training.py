@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from speechdp.experiments.compare.record import RunRecord
-
-LOGS = "logs"
+from speechdp.experiments.jobs import LOGS
 
 
 class ComparedTraining(ABC):

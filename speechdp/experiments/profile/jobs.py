@@ -12,7 +12,7 @@ from typing import Any
 
 from speechdp.errors import RunError
 from speechdp.experiments.arguments import train_arguments
-from speechdp.experiments.jobs import JobStarter
+from speechdp.experiments.jobs import LOGS, JobStarter
 from speechdp.experiments.profile.derived import STEP, job_costs
 from speechdp.experiments.profile.measured import rank_path
 from speechdp.experiments.profile.plan import PlannedJob
@@ -33,7 +33,6 @@ from speechdp.options.run import TrainOptions
 from speechdp.report.kit import formatting
 from speechdp.report.kit.formatting import milliseconds, rank_count
 
-LOGS = "logs"
 #: Settings that may differ between two commands for one folder, because they only describe.
 _DESCRIPTIONS = ("command", "notes", "device")
 

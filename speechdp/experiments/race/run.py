@@ -6,7 +6,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from datetime import datetime, timezone
 from pathlib import Path
 
 from speechdp.comm.environment import host_name
@@ -27,6 +26,7 @@ from speechdp.experiments.race.record import (
     write_race,
 )
 from speechdp.options.run import TrainOptions
+from speechdp.parallel.run_files import utc_now
 from speechdp.parallel.stop import LoneStop
 from speechdp.process.ending import Stopped
 from speechdp.report.kit import formatting
@@ -106,7 +106,7 @@ class _Race:
 
     def run(self) -> RaceRecord:
         """Hold the race; return its record, with only the warm-up if too few settings fit."""
-        begun, begun_s = datetime.now(timezone.utc).isoformat(timespec="seconds"), time.monotonic()
+        begun, begun_s = utc_now(), time.monotonic()
         with ExitStack() as stack:
             self._enter_all(stack)
             try:

@@ -6,7 +6,6 @@ import dataclasses
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 
 from speechdp.comm.startup.folder_owner import owner_of
@@ -24,6 +23,7 @@ from speechdp.experiments.race.record import (
 )
 from speechdp.experiments.record import delete_file
 from speechdp.ownership.overwrite import RUN, empty
+from speechdp.parallel.run_files import utc_now
 from speechdp.report.runs.results import HostLoad
 from speechdp.report.runs.timing_file import DEFAULT_WARMUP_STEPS, read_timing
 
@@ -74,7 +74,7 @@ class ScriptRace:
         self._turns: list[Turn] = []
         self._loads: list[tuple[float, Sequence[Mapping[str, float]]]] = []
         self._hosts: tuple[str, ...] = ("",) * plan.ranks
-        self._begun, self._before_s, self._clock_s = _now(), 0.0, time.monotonic()
+        self._begun, self._before_s, self._clock_s = utc_now(), 0.0, time.monotonic()
 
     @property
     def rounds_held(self) -> int:
@@ -231,7 +231,3 @@ def _mean_load(parts: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, 
     if not total:
         return {}
     return {name: round(sum(w * load[name] for w, load in known) / total, 3) for name in _LOADS}
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from speechdp.counting import counted
 from speechdp.errors import ConfigError, RunError
-from speechdp.experiments.compare.training import LOGS
+from speechdp.experiments.jobs import LOGS
 from speechdp.experiments.tune.curves import Curve
 from speechdp.experiments.tune.plan import LAST, LEAST_STEPS, next_rung, plan_rungs, shortest_rungs
 from speechdp.experiments.tune.record import HALVING, RUNS, RungRecord

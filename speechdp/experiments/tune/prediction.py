@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from speechdp.errors import RunError
-from speechdp.experiments.compare.training import LOGS
+from speechdp.experiments.jobs import LOGS
 from speechdp.experiments.tune.jobs import MEASURED, Measurement
 from speechdp.experiments.tune.plan import LAST, Setting, too_slow
 from speechdp.experiments.tune.record import MEASURE, PREDICT, BackendRecord, SettingRecord

@@ -7,8 +7,8 @@ A step: h_n = GRU([prenet_n | context_{n-1}], h_{n-1}); score_s = v . tanh(keys_
 softmax of the scores over the symbols; context_n = attention_n memory (Bahdanau et al. 2015, arXiv 1409.0473,
 A.1.2; h and context start at zero).
 
-`attention_rnn_loop` computes exactly this. `attention_rnn` is the same function with few operations per step
-and a hand-written backward pass (its steps: `attention_steps.py`).
+`attention_rnn` computes this with few operations per step and a hand-written backward pass (its steps:
+`attention_steps.py`).
 """
 
 from __future__ import annotations
@@ -42,40 +42,13 @@ class AttentionOutput(NamedTuple):
     attention: Tensor
 
 
-def attention_rnn_loop(
-    prenet: Tensor, memory: Tensor, keys: Tensor, mask: Tensor, weights: AttentionWeights
-) -> AttentionOutput:
-    """Return all steps' outputs by plain torch operations, one step after another: the reference.
-
-    `prenet` (N, B, P), `memory` (B, S, C), `keys` (B, S, A), `mask` (B, S) bool, true at a symbol. N is at
-    least 1, and every row has a symbol.
-    """
-    assert len(prenet) >= 1, "a decoder needs at least one step"
-    hidden = prenet.new_zeros(prenet.shape[1], weights.weight_hh.shape[1])  # (B, H)
-    context = prenet.new_zeros(prenet.shape[1], memory.shape[2])  # (B, C)
-    steps = []
-    for frame in prenet:
-        hidden = torch.gru_cell(torch.cat([frame, context], dim=1), hidden, *weights[:4])
-        context, attention = attend(hidden, memory, keys, mask, weights)
-        steps.append((hidden, context, attention))
-    return AttentionOutput(*(torch.stack(parts) for parts in zip(*steps, strict=True)))
-
-
-def attend(
-    hidden: Tensor, memory: Tensor, keys: Tensor, mask: Tensor, weights: AttentionWeights
-) -> tuple[Tensor, Tensor]:
-    """Return context (B, C) and attention (B, S) of one step for `hidden` (B, H)."""
-    query = torch.nn.functional.linear(hidden, weights.query).unsqueeze(1)  # (B, 1, A)
-    scores = torch.tanh(keys + query) @ weights.v  # (B, S)
-    attention = torch.softmax(scores.masked_fill(~mask, torch.finfo(scores.dtype).min), dim=1)
-    context = torch.bmm(attention.unsqueeze(1), memory).squeeze(1)
-    return context, attention
-
-
 def attention_rnn(
     prenet: Tensor, memory: Tensor, keys: Tensor, mask: Tensor, weights: AttentionWeights
 ) -> AttentionOutput:
-    """Return what `attention_rnn_loop` returns, in the weights' type, faster forward and backward.
+    """Return the outputs of all steps, in the weights' type.
+
+    `prenet` (N, B, P), `memory` (B, S, C), `keys` (B, S, A), `mask` (B, S) bool, true at a symbol. N is at
+    least 1, and every row has a symbol.
 
     A key beyond ±43 (float32) counts as ±43, which is exact unless a query is as large with the opposite
     sign.

@@ -8,6 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+#: As in `nn.BatchNorm1d`.
+_MOMENTUM, _EPSILON = 0.1, 1e-5
+
 
 def frame_mask(lengths: Tensor, num_frames: int, device: torch.device) -> Tensor:
     """Return (B, T) float, 1 for a frame and 0 for padding, on the device; never waits for it."""
@@ -26,11 +29,9 @@ class MaskedBatchNorm(nn.Module):
     running_mean: Tensor
     running_var: Tensor
 
-    def __init__(self, channels: int, *, relu: bool, momentum: float = 0.1, eps: float = 1e-5) -> None:
+    def __init__(self, channels: int, *, relu: bool) -> None:
         super().__init__()
         self.relu = relu
-        self.momentum = momentum
-        self.eps = eps
         self.weight = nn.Parameter(torch.ones(channels))
         self.bias = nn.Parameter(torch.zeros(channels))
         self.register_buffer("running_mean", torch.zeros(channels))
@@ -39,17 +40,17 @@ class MaskedBatchNorm(nn.Module):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         """Normalise x (B, C, T) where mask (B, 1, T) is 1; zero elsewhere."""
         if not self.training:
-            scale = self.weight * torch.rsqrt(self.running_var + self.eps)
+            scale = self.weight * torch.rsqrt(self.running_var + _EPSILON)
             shift = self.bias - self.running_mean * scale
             y = x * scale.unsqueeze(1) + shift.unsqueeze(1)
             return (y.relu() if self.relu else y) * mask
         normalised, mean, variance, count = _Normalise.apply(  # type: ignore[no-untyped-call]
-            x.to(self.weight.dtype), mask, self.weight, self.bias, self.eps, self.relu
+            x.to(self.weight.dtype), mask, self.weight, self.bias, self.relu
         )
         with torch.no_grad():
             unbiased = variance * (count / (count - 1).clamp(min=1))
-            self.running_mean.lerp_(mean, self.momentum)
-            self.running_var.lerp_(unbiased, self.momentum)
+            self.running_mean.lerp_(mean, _MOMENTUM)
+            self.running_var.lerp_(unbiased, _MOMENTUM)
         result: Tensor = normalised
         return result
 
@@ -62,14 +63,14 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, mask: Tensor, weight: Tensor, bias: Tensor, eps: float, relu: bool
+        ctx: Any, x: Tensor, mask: Tensor, weight: Tensor, bias: Tensor, relu: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         count = mask.sum()
         mean = (x * mask).sum((0, 2)) / count
         # Two passes: sum(x^2) / n - mean^2 loses the variance of a channel with a large mean in float32.
         unit = (x - mean.unsqueeze(1)).mul_(mask)
         variance = unit.square().sum((0, 2)) / count
-        rstd = torch.rsqrt(variance + eps)
+        rstd = torch.rsqrt(variance + _EPSILON)
         unit.mul_(rstd.unsqueeze(1))
         y = torch.addcmul(bias.unsqueeze(1), unit, weight.unsqueeze(1))
         y = (y.relu_() if relu else y).mul_(mask)
@@ -88,4 +89,4 @@ class _Normalise(torch.autograd.Function):
         grad_weight = (grad * unit).sum((0, 2))
         grad_x = torch.addcmul(grad, unit, (-grad_weight / count).unsqueeze(1))
         grad_x.sub_((grad_bias / count).unsqueeze(1)).mul_((weight * rstd).unsqueeze(1)).mul_(mask)
-        return grad_x, None, grad_weight, grad_bias, None, None
+        return grad_x, None, grad_weight, grad_bias, None

@@ -50,12 +50,8 @@ def headline(
         groups: all groups.
         one_rank: the runs on one rank, the reference for the others; None: there are none.
     """
-    if not chosen and any(group.frames_per_s for group in groups if group.ranks > 1):
-        runs = [run.result for group in groups if group.ranks > 1 for run in group.finished if run.result]
-        lacks = lacks_scores(runs, group_terms(groups), "finished run on several ranks")
-        return f"{formatting.capital(lacks)}, so only speeds can be compared."
     if not chosen:
-        return "No strategy has finished on more than one rank, so there is nothing to choose from yet."
+        return _without_choice(groups)
     alone_there = {
         ranks: chosen[ranks].label
         for ranks in _with_one_finished(groups)
@@ -92,6 +88,15 @@ def headline(
     if evidence.remedy and (there_is_a_choice or alone):
         sentences.append(f"To know, repeat the command with {evidence.remedy}.")
     return " ".join(sentences)
+
+
+def _without_choice(groups: Sequence[Group]) -> str:
+    """State why no group is chosen."""
+    if any(group.frames_per_s for group in groups if group.ranks > 1):
+        runs = [run.result for group in groups if group.ranks > 1 for run in group.finished if run.result]
+        lacks = lacks_scores(runs, group_terms(groups), "finished run on several ranks")
+        return f"{formatting.capital(lacks)}, so only speeds can be compared."
+    return "No strategy has finished on more than one rank, so there is nothing to choose from yet."
 
 
 def _choice(

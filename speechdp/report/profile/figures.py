@@ -9,8 +9,8 @@ from speechdp.experiments.profile.record import MODULES, STRONG, WEAK, Profile, 
 from speechdp.report.kit.svg import Panel
 from speechdp.report.profile import panels
 from speechdp.report.profile.gantt import LANE, draw_gantt, make_gantt
+from speechdp.report.profile.table import SCALING_TITLES, loader_title
 from speechdp.report.profile.usage import draw_memory_over_time, draw_usage, usage_limits
-from speechdp.report.profile.words import SCALING_TITLES, loader_title
 
 SMALL_WIDTH = 5.6
 #: The poster whose figures are reproduced, as named to readers of the page.

@@ -14,14 +14,32 @@ from speechdp.experiments.profile.derived import (
     loader_jobs,
     make_loading,
 )
-from speechdp.experiments.profile.record import STRONG, WEAK, Profile, ProfileJob, in_order
+from speechdp.experiments.profile.record import (
+    BLOCKING,
+    FED,
+    POOLED,
+    STRONG,
+    WEAK,
+    Profile,
+    ProfileJob,
+    in_order,
+)
 from speechdp.report.kit import formatting
 from speechdp.report.kit.formatting import milliseconds, number, rank_count
 from speechdp.report.kit.tables import Column, RowHead, ShownTable
 from speechdp.report.profile.answer import JUDGED_SHARE
 from speechdp.report.profile.usage import mean_utilisation
-from speechdp.report.profile.words import SCALING_TITLES, loader_title
 
+#: Headings of the comparisons over numbers of ranks.
+SCALING_TITLES = {
+    WEAK: "Weak scaling: a rank's batch constant",
+    STRONG: "Strong scaling: all ranks' batch constant",
+}
+_LOADER_TITLES = {
+    BLOCKING: "blocking trainloader",
+    POOLED: "trainloader beside training",
+    FED: "trainloader on feeder ranks",
+}
 #: Efficiencies below this are highlighted.
 LOW_EFFICIENCY = 0.75
 EFFICIENCY = {
@@ -46,6 +64,11 @@ def _table(
     """Return a table of rows given by their names."""
     heads = [(RowHead(row), figures) for row, figures in rows.items()]
     return ShownTable(f"table-{name}", title, tuple(columns), heads, first, note)
+
+
+def loader_title(job: ProfileJob) -> str:
+    """Name the trainloader of a job, for a heading."""
+    return _LOADER_TITLES.get(job.kind, job.name)
 
 
 def make_tables(profile: Profile, scalings: Sequence[Scaling], job: ProfileJob | None) -> list[ProfileTable]:

@@ -35,13 +35,9 @@ def memory_of(samples: Samples) -> dict[int, Array]:
     return {rank: samples.rss_bytes[:, column] for column, rank in enumerate(samples.ranks)}
 
 
-def mean_utilisation(job: ProfileJob, start_s: float = 0.0) -> float | None:
-    """Return the mean utilisation over ranks and time from `start_s` on, %; None without samples."""
-    values = [
-        series[samples.t_s >= start_s]
-        for samples in job.samples
-        for series in utilisation_of(samples).values()
-    ]
+def mean_utilisation(job: ProfileJob) -> float | None:
+    """Return the mean utilisation over ranks and time, %; None without samples."""
+    values = [series for samples in job.samples for series in utilisation_of(samples).values()]
     known = np.concatenate(values) if values else np.array([])
     known = known[np.isfinite(known)]
     return float(known.mean()) if known.size else None

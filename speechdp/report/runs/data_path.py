@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from speechdp.report.runs.results import DATA_STAGES, DataTimes, RunTiming
+from speechdp.data.loading.stage_times import STAGES
+from speechdp.report.runs.results import DataTimes, RunTiming
 
 #: The order whose loader reads only while training waits (speechdp/data/loading/loader.py).
 BLOCKING_ORDER = "blocking-sort"
@@ -126,7 +127,7 @@ def _lanes(times: DataTimes, in_turn: bool) -> dict[str, float]:
     threads = 1 if times.preprocess_on == "cuda" else times.threads or 1
     lanes = [("read", "collate"), ("preprocess",), ("send",), ("h2d",)]
     if in_turn:
-        lanes, threads = [DATA_STAGES], 1
+        lanes, threads = [STAGES], 1
     found: dict[str, float] = {}
     for stages in lanes:
         total_s = sum(seconds.get(stage, 0.0) for stage in stages)
@@ -143,7 +144,7 @@ def _busy(times: DataTimes, training_s: float, in_turn: bool) -> float | None:
 def _busy_of_stages(everyone: Sequence[DataTimes], training_s: float) -> dict[str, float]:
     if training_s <= 0:
         return {}
-    sums = {stage: sum(times.stages_s.get(stage, 0.0) for times in everyone) for stage in DATA_STAGES}
+    sums = {stage: sum(times.stages_s.get(stage, 0.0) for times in everyone) for stage in STAGES}
     return {stage: seconds / training_s for stage, seconds in sums.items() if seconds > 0}
 
 

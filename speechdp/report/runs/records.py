@@ -85,6 +85,12 @@ def amount(record: dict[str, Any], key: str) -> float | None:
     return None if value is None or value < 0 else value
 
 
+def whole_amount(record: dict[str, Any], key: str) -> int | None:
+    """Return the non-negative number at `key` without its fraction, or None if there is none."""
+    value = amount(record, key)
+    return None if value is None else int(value)
+
+
 def words(value: Any) -> str:
     """Return a short text on one line without control characters; empty if `value` holds no text.
 

@@ -18,8 +18,6 @@ from speechdp.tasks.metrics import Metric, TaskRecord, task_record
 
 #: Name of a sweep's run that measures the throughput of one rank.
 ONE_RANK = "one-rank"
-#: The stages that a batch passes before training, in order (speechdp/data/loading/stage_times.py).
-DATA_STAGES = ("read", "preprocess", "collate", "send", "h2d")
 
 
 @dataclass(frozen=True)

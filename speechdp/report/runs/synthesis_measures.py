@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from speechdp.report.runs.records import amount, read_object, words
+from speechdp.report.runs.records import amount, read_object, whole_amount, words
 from speechdp.report.runs.results import Estimate, Spoken
 
 FILE_NAME = "synthesis.json"
@@ -27,10 +27,9 @@ def read_spoken(run_dir: Path, problems: list[str]) -> Spoken | None:
         )
         return None
     found = record.get("word_errors")
-    utterances = amount(record, "utterances")
     spoken = Spoken(
         split=words(record.get("split")),
-        utterances=None if utterances is None else int(utterances),
+        utterances=whole_amount(record, "utterances"),
         mcd_db=_estimate(record.get("mcd_db"), "mean"),
         focus_rate=_estimate(record.get("focus_rate"), "mean"),
         stopped_share=amount(record, "stopped_share"),
@@ -54,8 +53,6 @@ def _estimate(value: Any, mean_key: str, prefix: str = "") -> Estimate | None:
     if not isinstance(value, dict):
         return None
     mean = amount(value, mean_key)
-    return (
-        None
-        if mean is None
-        else Estimate(mean, amount(value, f"{prefix}low"), amount(value, f"{prefix}high"))
-    )
+    if mean is None:
+        return None
+    return Estimate(mean, amount(value, f"{prefix}low"), amount(value, f"{prefix}high"))

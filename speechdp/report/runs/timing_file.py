@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from speechdp.counting import counted
+from speechdp.data.loading.stage_times import STAGES
 from speechdp.jsonl import each_line, read_lines
 from speechdp.report.runs.records import (
     amount,
@@ -16,10 +17,10 @@ from speechdp.report.runs.records import (
     note_damaged_lines,
     number,
     read_object,
+    whole_amount,
     words,
 )
 from speechdp.report.runs.results import (
-    DATA_STAGES,
     DataTimes,
     Feeder,
     GpuConditions,
@@ -121,8 +122,8 @@ def _rank_timing(entry: Any) -> RankTiming | None:
         eval_s=number(entry, "eval_s") or 0.0,
         checkpoint_s=number(entry, "checkpoint_s") or 0.0,
         meeting_s=number(entry, f"{MEETING}_s") or 0.0,
-        first_step=_step_number(entry, "first_step"),
-        last_step=_step_number(entry, "last_step"),
+        first_step=whole_amount(entry, "first_step"),
+        last_step=whole_amount(entry, "last_step"),
         sent_bytes=number(entry, "sent_bytes"),
         trained_s=number(entry, "trained_s"),
         statistics=entry["statistics"] if isinstance(entry.get("statistics"), dict) else {},
@@ -131,11 +132,6 @@ def _rank_timing(entry: Any) -> RankTiming | None:
         load=_load(entry.get("load")),
         gpu=_gpu(entry.get("gpu")),
     )
-
-
-def _step_number(entry: dict[str, Any], key: str) -> int | None:
-    found = amount(entry, key)
-    return None if found is None else int(found)
 
 
 def _memory(entry: Any) -> RankMemory:
@@ -155,20 +151,19 @@ def _load(entry: Any) -> HostLoad | None:
 
 def _gpu(entry: Any) -> GpuConditions | None:
     """Return the conditions of a rank's GPU; None if not recorded."""
-    if not isinstance(entry, dict) or (index := amount(entry, "index")) is None:
+    if not isinstance(entry, dict) or (index := whole_amount(entry, "index")) is None:
         return None
     found = entry.get("limits")
     limits = None  # not read, which differs from no limits
     if isinstance(found, dict):
         limits = {name: share for name in CLOCK_LIMITS if (share := amount(found, name))}
-    most = amount(entry, "most_others")
     return GpuConditions(
-        index=int(index),
+        index,
         clock_mhz=amount(entry, "clock_mhz"),
         lowest_clock_mhz=amount(entry, "lowest_clock_mhz"),
         limits=limits,
         others=amount(entry, "others"),
-        most_others=None if most is None else int(most),
+        most_others=whole_amount(entry, "most_others"),
         others_bytes=amount(entry, "others_bytes"),
     )
 
@@ -178,14 +173,13 @@ def _data_times(entry: Any) -> DataTimes | None:
     if not isinstance(entry, dict):
         return None
     stages = entry.get("stages_s")
-    seconds = {name: amount(stages, name) for name in DATA_STAGES} if isinstance(stages, dict) else {}
-    threads = amount(entry, "threads")
+    seconds = {name: amount(stages, name) for name in STAGES} if isinstance(stages, dict) else {}
     times = DataTimes(
         stages_s={name: s for name, s in seconds.items() if s},
         read_bytes=amount(entry, "read_bytes"),
         frames=amount(entry, "frames"),
         computed_frames=amount(entry, "computed_frames"),
-        threads=int(threads) if threads else None,
+        threads=whole_amount(entry, "threads") or None,
         preprocess_on=words(entry.get("preprocess_on")),
         storage=words(entry.get("storage")),
     )
@@ -198,8 +192,7 @@ def _feeders(record: dict[str, Any]) -> tuple[Feeder, ...]:
     for entry in entries if isinstance(entries, list) else []:
         times = _data_times(entry.get("data")) if isinstance(entry, dict) else None
         if times is not None:
-            rank = amount(entry, "rank")
-            feeders.append(Feeder(None if rank is None else int(rank), words(entry.get("host")), times))
+            feeders.append(Feeder(whole_amount(entry, "rank"), words(entry.get("host")), times))
     return tuple(feeders)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from speechdp.extensions import split_options
 from speechdp.parallel.registry import StrategyChoice
+from speechdp.report.kit import formatting
 from speechdp.simulation.predict import Prediction
 
 #: A period is among the best if it has this share of the fastest one's frames/s.
@@ -57,13 +57,9 @@ def families_of(predictions: Sequence[Prediction]) -> list[Family]:
 
 def label_of(choice: StrategyChoice) -> str:
     """Name a strategy for readers, without its period: `bmuf (eta=0.5)`."""
-    options = {
-        name: value
-        for name, value in split_options(choice.text.partition(":")[2]).items()
-        if name != "period"
-    }
-    words = choice.name.replace("_", " ")
-    return f"{words} ({', '.join(f'{k}={v}' for k, v in options.items())})" if options else words
+    options = choice.text.partition(":")[2].split(",")
+    others = ",".join(option for option in options if not option.startswith("period="))
+    return formatting.strategy_label(f"{choice.name}:{others}", ranks=2)
 
 
 def has_periods(family: Family) -> bool:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from speechdp.data.loading.stage_times import STAGES
 from speechdp.report.kit import formatting
 from speechdp.report.kit.columns import FigureColumn
 from speechdp.report.kit.tables import Column, Value, with_figures
 from speechdp.report.runs.data_path import DataFigures
 from speechdp.report.runs.derived import RunFigures
-from speechdp.report.runs.results import DATA_STAGES
 from speechdp.report.sweep.data_answer import waits_too_long
 
 #: Words for the values of `data.preprocess_on` in the table.
@@ -106,7 +106,7 @@ _LARGEST_WAIT = FigureColumn(
 
 #: How busy the stages are, and what they could deliver.
 _SPEEDS: tuple[FigureColumn, ...] = (
-    *map(_stage, DATA_STAGES),
+    *map(_stage, STAGES),
     _column(
         ("data_read_bytes_per_s", "read", "MB/s"),
         "Bytes read divided by the seconds spent reading.",

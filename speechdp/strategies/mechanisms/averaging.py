@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from speechdp.errors import ConfigError
-from speechdp.parallel.strategy import Traits
+from speechdp.parallel.strategy import Traits, part_of
 from speechdp.strategies.mechanisms.number_formats import Compression, refuse_half_precision
 from speechdp.strategies.mechanisms.periodic import PeriodicStrategy
 from speechdp.strategies.mechanisms.quantised_mean import Outbox, QuantisedMean
@@ -140,7 +140,5 @@ class AveragingStrategy(PeriodicStrategy):
         # A single rank saved none; ranks that resume from it start where it was.
         self.reference.copy_(state.get("reference", self.replica.parameters.values))
         for number, mean in enumerate(self.means):
-            prefix = f"mean.{number}."
-            part = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
-            if part:
+            if part := part_of(f"mean.{number}.", state):
                 mean.load_state_dict(part)

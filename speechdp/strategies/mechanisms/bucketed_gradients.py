@@ -14,7 +14,7 @@ from torch import Tensor
 from speechdp.comm.base import Communicator, ReduceOp, Work
 from speechdp.errors import ConfigError, RunError
 from speechdp.parallel.flat_buffer import Bucket
-from speechdp.parallel.strategy import Progress, Strategy, Traits
+from speechdp.parallel.strategy import Progress, Strategy, Traits, part_of
 from speechdp.strategies.mechanisms.low_rank import LowRankSum
 from speechdp.strategies.mechanisms.number_formats import refuse_half_precision
 from speechdp.timing.timeline import Span
@@ -266,11 +266,9 @@ class BucketedGradients(Strategy):
         if self._passes > 0:
             self.replica.frames = state["frames"]
             self.replica.gradients.values.copy_(state["gradients"])
-        if self._low_rank is not None:
-            # A single rank saved none.
-            part = {k.removeprefix(_LOW_RANK): v for k, v in state.items() if k.startswith(_LOW_RANK)}
-            if part:
-                self._low_rank.load_state_dict(part)
+        # A single rank saved none.
+        if self._low_rank is not None and (part := part_of(_LOW_RANK, state)):
+            self._low_rank.load_state_dict(part)
 
 
 def _forward_gradient(own: weakref.ref[BucketedGradients], tensor_index: int, _: Tensor) -> None:

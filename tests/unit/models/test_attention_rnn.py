@@ -16,7 +16,6 @@ from speechdp.models.tacotron.attention_rnn import (
     AttentionOutput,
     attention_rnn,
     attention_rnn_by_graphs,
-    attention_rnn_loop,
 )
 from speechdp.models.tacotron.attention_rnn import attention_steps as attention_rnn_steps
 from speechdp.models.tacotron.attention_steps import AttentionWeights
@@ -72,6 +71,23 @@ def make_case(sizes: Sizes, dtype: torch.dtype = torch.float64, device: str = "c
         (torch.arange(sizes.symbols) < lengths.unsqueeze(1)).to(device),
         AttentionWeights(*(noise(*shape, scale=scale) for shape in shapes)),
     )
+
+
+def attention_rnn_loop(
+    prenet: Tensor, memory: Tensor, keys: Tensor, mask: Tensor, weights: AttentionWeights
+) -> AttentionOutput:
+    """Return what `attention_rnn` returns, by plain torch operations, one step after another."""
+    hidden = prenet.new_zeros(prenet.shape[1], weights.weight_hh.shape[1])  # (B, H)
+    context = prenet.new_zeros(prenet.shape[1], memory.shape[2])  # (B, C)
+    steps = []
+    for frame in prenet:
+        hidden = torch.gru_cell(torch.cat([frame, context], dim=1), hidden, *weights[:4])
+        query = torch.nn.functional.linear(hidden, weights.query).unsqueeze(1)  # (B, 1, A)
+        scores = torch.tanh(keys + query) @ weights.v  # (B, S)
+        attention = torch.softmax(scores.masked_fill(~mask, torch.finfo(scores.dtype).min), dim=1)
+        context = torch.bmm(attention.unsqueeze(1), memory).squeeze(1)
+        steps.append((hidden, context, attention))
+    return AttentionOutput(*(torch.stack(parts) for parts in zip(*steps, strict=True)))
 
 
 def gradients(output: AttentionOutput, case: Case) -> list[Tensor]:

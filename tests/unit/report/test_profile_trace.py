@@ -152,4 +152,4 @@ def test_gpus_are_counted_for_the_ranks_that_use_them(tmp_path: Path) -> None:
         (0, "memory, MB"): {"MB": 9.0},
         (1, "memory, MB"): {"MB": 8.0},
     }
-    assert mean_utilisation(job) == 55.0 and mean_utilisation(job, start_s=1.0) is None
+    assert mean_utilisation(job) == 55.0

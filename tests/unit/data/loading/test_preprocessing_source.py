@@ -18,7 +18,6 @@ from speechdp.data.loading.source_request import Context, SourceRequest
 from speechdp.data.loading.threaded_source import ThreadedSource
 from speechdp.data.plan.assignment import PlanPosition, augmentation_seed
 from speechdp.data.plan.epoch_plan import EpochPlan, PlanOptions, plan_epoch
-from speechdp.data.prepare.pipeline import prepare
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.signal.features import FeatureConfig
 from speechdp.data.transforms.augment import SpecAugment
@@ -26,8 +25,7 @@ from speechdp.data.transforms.perturb import perturbed_targets, speed_of_utteran
 from speechdp.data.transforms.preprocess import AugmentOptions, InputOptions
 from speechdp.errors import ConfigError
 from speechdp.labels.hmm import count_frames_and_runs
-from speechdp.options.prepare import PrepareOptions
-from tests.helpers.corpora import digit_folder, no_progress
+from tests.helpers.corpora import stored_digits
 from tests.helpers.waiting import no_thread_left
 
 FEATURES = FeatureConfig(num_mel_bins=12, dtype="float32")
@@ -38,23 +36,7 @@ TRAIN = SourceRequest("train", seed=5)
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Dataset]:
     """The same corpus, once as features and once as audio."""
-    folder = tmp_path_factory.mktemp("stored")
-    corpus = digit_folder(folder / "corpus")
-    return {
-        kind: prepare(
-            PrepareOptions(
-                (corpus, folder / kind),
-                shards=2,
-                num_mel_bins=12,
-                dtype="float32",
-                pattern="{digit}_{speaker}_{index}",
-                split="random:dev=0.2,test=0.1",
-                store=kind,  # type: ignore[arg-type]
-            ),
-            no_progress,
-        ).dataset
-        for kind in ("features", "audio")
-    }
+    return stored_digits(tmp_path_factory.mktemp("stored"), dtype="float32")
 
 
 @pytest.fixture(autouse=True)

@@ -18,15 +18,13 @@ from speechdp.data.loading.source import SplitSource
 from speechdp.data.loading.source_options import Workshop, open_local_source
 from speechdp.data.loading.source_request import SourceRequest
 from speechdp.data.plan.epoch_plan import PlanOptions, plan_epoch
-from speechdp.data.prepare.pipeline import prepare
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.shards.shard import Shard
 from speechdp.data.transforms.preprocess import AugmentOptions
 from speechdp.labels.hmm import StateInventory
 from speechdp.labels.lexicon import Lexicon
 from speechdp.labels.transcript_hmm import NO_PATH, TranscriptCompiler, TranscriptHmms, TranscriptOptions
-from speechdp.options.prepare import PrepareOptions
-from tests.helpers.corpora import digit_folder, no_progress
+from tests.helpers.corpora import stored_digits
 from tests.helpers.feeding import Trainer, fed
 
 HMMS = TranscriptOptions(self_loop=0.7, silence_probability=0.25, transition_scale=0.5)
@@ -35,22 +33,7 @@ REQUEST = SourceRequest("train", seed=5, transcripts=HMMS)
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Dataset]:
-    folder = tmp_path_factory.mktemp("transcripts")
-    corpus = digit_folder(folder / "corpus")
-    return {
-        kind: prepare(
-            PrepareOptions(
-                (corpus, folder / kind),
-                shards=2,
-                num_mel_bins=12,
-                pattern="{digit}_{speaker}_{index}",
-                split="random:dev=0.2,test=0.1",
-                store=kind,  # type: ignore[arg-type]
-            ),
-            no_progress,
-        ).dataset
-        for kind in ("features", "audio")
-    }
+    return stored_digits(tmp_path_factory.mktemp("transcripts"))
 
 
 def shards_of(dataset: Dataset) -> list[Shard]:
