@@ -102,8 +102,15 @@ class TuneOptions:
         refuse_twice("seeds", seeds)
         return seeds
 
-    def tried(self, hosts: JobHosts, ranks: int) -> tuple[Setting, ...]:
-        """Return the settings to try.  Raises ConfigError."""
+    def tried(self, hosts: JobHosts, ranks: int, *, others: bool = False) -> tuple[Setting, ...]:
+        """Return the settings to try.
+
+        Args:
+            others: as in `checked_strategies`.
+
+        Raises:
+            ConfigError: a strategy or a period cannot be used.
+        """
         from speechdp.experiments.compare.plan import (  # noqa: PLC0415
             checked_strategies,
             refuse_twice,
@@ -114,7 +121,7 @@ class TuneOptions:
         periods = whole_numbers("periods", self.periods, least=1)
         refuse_twice("periods", periods)
         strategies = self.strategies or _strategies_for(hosts, ranks, periods)
-        return settings_of(checked_strategies(strategies), periods)
+        return settings_of(checked_strategies(strategies, others=others), periods)
 
     def rates(self) -> tuple[float, ...]:
         """Return the learning rates to try; empty: none.  Raises ConfigError."""
@@ -390,7 +397,7 @@ class TuneScriptCommand(TuneOptions):
         return TuneRequest(
             out=self.out_dir,
             ranks=ranks,
-            tried=self.tried(self.script.hosts, ranks),
+            tried=self.tried(self.script.hosts, ranks, others=True),
             backends=_backends(self.backends) if self.backends else (script.backend,),
             batch_sizes=(),
             budget_s=self.budget_s,

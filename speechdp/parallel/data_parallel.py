@@ -326,6 +326,7 @@ class DataParallel:
             "strategy": describe(self.strategy),
             "strategy_name": self.strategy.name,
             "period": self.strategy.traits.period,
+            "changes_over_time": self.strategy.traits.changes_over_time,
             "num_parameters": sum(p.numel() for p in self.model.parameters()),
         }
 

@@ -152,15 +152,15 @@ class _Shown:
         step_s: time of a step, s.
         frames_a_step: mean frames of a rank per step.
         besides_s: time besides steps, evaluations and checkpoints, s; None: not known.
-        period_changed: its averaging period changed, as it recorded: what a strategy that the script itself
-            registers declares is not known here.
+        changes_over_time: what it exchanges, or how often, changes in training, as it recorded: what a
+            strategy that the script itself registers declares is not known here.
     """
 
     steps: int
     step_s: float
     frames_a_step: float
     besides_s: float | None
-    period_changed: bool = False
+    changes_over_time: bool = False
 
     @classmethod
     def of(cls, run_dir: Path) -> _Shown | None:
@@ -178,7 +178,7 @@ class _Shown:
             max(rank.wall_s / rank.steps for rank in ranks),
             sum(rank.frames / rank.steps for rank in ranks) / len(ranks),
             None if job_s is None else max(0.0, job_s - timed_s),
-            run.has_changed_period,
+            run.changes_over_time,
         )
 
     def turn_steps(self, strategy: StrategyChoice, least: int) -> int:
@@ -318,7 +318,7 @@ class ScriptTraining(ComparedTraining):
 
     def _why_left_out(self, strategy: StrategyChoice, steps: int, pace: _Shown | None) -> str:
         """Return why a setting whose turns have `steps` steps cannot race; "": it can."""
-        if pace is not None and pace.period_changed:
+        if pace is not None and pace.changes_over_time:
             return CHANGES
         if steps > MOST_STEPS:
             return TOO_LONG

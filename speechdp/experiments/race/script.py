@@ -10,7 +10,7 @@ from pathlib import Path
 
 from speechdp.comm.startup.folder_owner import owner_of
 from speechdp.counting import counted
-from speechdp.experiments.race.plan import RacePlan, RaceSetting, order_of_rounds
+from speechdp.experiments.race.plan import CHANGES, RacePlan, RaceSetting, order_of_rounds
 from speechdp.experiments.race.record import (
     FOLDER,
     RaceRecord,
@@ -24,6 +24,7 @@ from speechdp.experiments.race.record import (
 from speechdp.experiments.record import delete_file
 from speechdp.ownership.overwrite import RUN, empty
 from speechdp.parallel.run_files import utc_now
+from speechdp.report.runs.folders import read_run
 from speechdp.report.runs.results import HostLoad
 from speechdp.report.runs.timing_file import DEFAULT_WARMUP_STEPS, read_timing
 
@@ -105,6 +106,8 @@ class ScriptRace:
             message = self._hold_round(number, order)
             if message is not None:
                 return message
+            if not self._record(number).plan.is_race:
+                break
             write_race(begun_path(self._out, self.plan.ranks), self._record(number))
         record = self._record(self.plan.rounds)
         self._finish(record)
@@ -145,7 +148,11 @@ class ScriptRace:
         return [[settings[number] for number in order] for order in orders]
 
     def _hold_round(self, number: int, order: Sequence[RaceSetting]) -> str | None:
-        """Give each setting its turn; return None, or the cause of failure if too few settings are left."""
+        """Give each setting its turn until fewer than two are left.
+
+        Returns:
+            None, or the cause of failure if fewer than two are left because one failed.
+        """
         for setting in order:
             if setting.name in self._left_out:
                 continue
@@ -153,14 +160,16 @@ class ScriptRace:
             if isinstance(turn, Turn):
                 self._turns.append(turn)
                 continue
-            self._left_out[setting.name] = f"it failed: {turn}"
-            self._print_line(f"{self.place}: {setting.name} failed and is left out: {turn}")
+            has_failed = turn != CHANGES
+            self._left_out[setting.name] = f"it failed: {turn}" if has_failed else turn
+            what = "failed and is" if has_failed else "is"
+            self._print_line(f"{self.place}: {setting.name} {what} left out: {turn}")
             if not self.plan.without(self._left_out).is_race:
-                return f"{setting.name}: {turn}; fewer than two settings are left"
+                return f"{setting.name}: {turn}; fewer than two settings are left" if has_failed else None
         return None
 
     def _take_turn(self, number: int, setting: RaceSetting) -> Turn | str:
-        """Train some steps in a temporary folder; return the turn, or the cause of failure."""
+        """Train some steps in a temporary folder; return the turn, or why the setting is left out."""
         name = f"{'one-rank-' if setting.alone else ''}{setting.strategy.file_name}"
         folder = (self._out / FOLDER / f"ranks-{self.plan.ranks}" / name).absolute()
         if folder.exists():  # steps left by an earlier start would not be timed
@@ -173,9 +182,11 @@ class ScriptRace:
             shutil.rmtree(folder, ignore_errors=True)  # checkpoints would accumulate
 
     def _turn_in(self, folder: Path, number: int, setting: RaceSetting) -> Turn | str:
-        """Return the measurements of a turn, and keep its hosts and their load."""
+        """Return the measurements of a turn, and keep its hosts and their load; or why there are none."""
         if not (folder / "timing.json").is_file():
             return "it left no timing.json (is OUT a shared folder?)"
+        if read_run(folder).changes_over_time:  # only the run of a script's own strategy says so
+            return CHANGES
         problems: list[str] = []
         timing = read_timing(folder, problems)
         ranks = [] if timing is None else sorted(timing.ranks, key=lambda rank: rank.rank)
@@ -197,7 +208,7 @@ class ScriptRace:
 
     def _record(self, rounds: int) -> RaceRecord:
         plan = dataclasses.replace(self.plan, rounds=rounds).without(self._left_out)
-        names = {setting.name for setting in plan.settings}
+        names = {setting.name for setting in plan.settings if plan.is_race}
         return RaceRecord(
             plan,
             tuple(turn for turn in self._turns if turn.setting in names),

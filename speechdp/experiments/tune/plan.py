@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeAlias
 
 from speechdp.errors import ConfigError
+from speechdp.experiments.race.plan import period_of
 from speechdp.parallel.period import Period
-from speechdp.parallel.registry import StrategyChoice, parse_strategy
+from speechdp.parallel.registry import StrategyChoice, parse_strategy, strategy_names
+from speechdp.parallel.strategy import Traits
 from speechdp.report.kit import formatting
 from speechdp.simulation.exchanges import has_period, is_known
 
@@ -81,7 +84,7 @@ class Setting:
         because longer ones may learn better.
         """
         name, _, rest = self.strategy.text.partition(":")
-        looser = ("compression",) if self.strategy.parsed.traits.has_outer_step else ("period", "compression")
+        looser = ("compression",) if self._traits.has_outer_step else ("period", "compression")
         others = [word for word in rest.split(",") if word and word.partition("=")[0] not in looser]
         unit = [self._period.unit.value] if self._period is not None else []
         return ":".join([name, *others, *unit]), self.batch_size
@@ -95,7 +98,7 @@ class Setting:
     @property
     def period_steps(self) -> int:
         """Steps in which every kind of exchange happens once; 1 if unknown."""
-        period = str(self.strategy.parsed.traits.whole_period)
+        period = str(self._traits.whole_period)
         return max(1, int(period)) if period.isdigit() else 1
 
     def stop(self, steps: int) -> int:
@@ -104,14 +107,22 @@ class Setting:
         Between two steps of an outer optimizer the model does not change, and lacks what the ranks have
         learnt since.  So a run that would stop shortly before or after an outer step stops at it.
         """
-        if not self.strategy.parsed.traits.has_outer_step:
+        if not self._traits.has_outer_step:
             return steps
         whole = self.period_steps * round(steps / self.period_steps)
         return whole if abs(whole - steps) <= _OFF * steps else steps
 
+    @cached_property
+    def _traits(self) -> Traits:
+        """What the strategy declares; of one that a script registers, only the option period is known."""
+        if self.strategy.name in strategy_names():
+            return self.strategy.parsed.traits
+        period = period_of(self.strategy)
+        return Traits(period=None if period is None else str(period))
+
     @property
     def _period(self) -> Period | None:
-        period = self.strategy.parsed.traits.period
+        period = self._traits.period
         try:
             return None if period is None else Period.parse(str(period))
         except ConfigError:  # the user's own kind of period

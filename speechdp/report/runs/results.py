@@ -508,6 +508,11 @@ class RunResult:
         return len({change.period for change in self.periods}) > 1
 
     @property
+    def changes_over_time(self) -> bool:
+        """Whether what it exchanges, or how often, changes in training, as a script's run tells."""
+        return self.settings.get("changes_over_time") is True or self.has_changed_period
+
+    @property
     def on_gpu(self) -> bool:
         """Whether the model ran on GPUs."""
         return str(self.settings.get("device", "")).startswith("cuda")

@@ -49,6 +49,8 @@ class FakeRanks:
         self.steps = 0
         #: Strategies whose runs record that their period changed.
         self.changing: tuple[str, ...] = ()
+        #: Strategies whose runs record that they declare changes.
+        self.declaring: tuple[str, ...] = ()
 
     def run_script(
         self,
@@ -70,6 +72,7 @@ class FakeRanks:
         self.found.append((folder / "completed.json").exists())
         folder.mkdir(parents=True, exist_ok=True)
         settings = {"script": "train.py", "strategy": told["STRATEGY"], "size": num_ranks}
+        settings["changes_over_time"] = told["STRATEGY"] in self.declaring
         for name in self.writes:
             (folder / name).write_text(json.dumps(self.logs if name == "metrics.jsonl" else settings))
         if told["STRATEGY"] in self.changing:
@@ -452,6 +455,16 @@ def test_a_strategy_of_the_scripts_own_whose_period_changed_does_not_race(
     assert {turn[0] for turn in ranks.turns} == {"bmuf", "slowmo"}
     race = read_race(script.parent / "out" / "race" / "ranks-2.json")
     assert race.plan.left_out == {"mine:period=1": CHANGES}
+
+
+def test_a_strategy_of_the_scripts_own_that_declares_changes_does_not_race(
+    ranks: FakeRanks, script: Path
+) -> None:
+    """Its period need not have changed yet."""
+    ranks.steps, ranks.declaring = 200, ("mine:begin=400",)
+    assert compare(script, "--strategies", "mine:begin=400,bmuf,slowmo", "--ranks", "2", "--race", "1") == 0
+    race = read_race(script.parent / "out" / "race" / "ranks-2.json")
+    assert race.plan.left_out == {"mine:begin=400": CHANGES}
 
 
 def test_a_script_that_is_too_short_to_race_is_told_what_to_do(

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
+from speechdp.cli.main import parse
 from speechdp.data.shards.dataset import FLAT, Dataset
 from speechdp.experiments.compare.own_training import CompareRequest
 from speechdp.experiments.compare.plan import FRAMES, SEQUENTIAL, ComparePlan
 from speechdp.experiments.compare.script_training import UserScript
-from speechdp.experiments.race.plan import RaceOptions
+from speechdp.experiments.race.plan import CHANGES, RaceOptions
 from speechdp.experiments.race.record import (
     FailedSetting,
     RaceRecord,
@@ -169,6 +170,10 @@ def test_parts_go_to_the_ranks_in_one_word() -> None:
     assert parts[1].options(options_with(learning_rate=0.5)).optimizer.learning_rate == 0.5
 
 
+#: A strategy that a script registers, and that changes its period.
+OWN = "mine:period=4"
+
+
 class ScriptRanks:
     """In place of `JobStarter` for a script: notes what lies in the run's folder, and leaves a timed run."""
 
@@ -185,9 +190,11 @@ class ScriptRanks:
         self.words[folder.name] = list(words)
         self.found[folder.name] = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
         shutil.rmtree(folder, ignore_errors=True)
-        MadeUpSteps(["node-a"] * 2, environment["SPEECHDP_STRATEGY"]).write(
-            folder.parent, folder.name, completed=False
-        )
+        is_own = environment["SPEECHDP_STRATEGY"] == OWN
+        strategy = RARE if is_own else environment["SPEECHDP_STRATEGY"]
+        MadeUpSteps(["node-a"] * 2, strategy).write(folder.parent, folder.name, completed=False)
+        record = json.loads((folder / "run.json").read_text())
+        (folder / "run.json").write_text(json.dumps({**record, "changes_over_time": is_own}))
         return None
 
 
@@ -211,6 +218,42 @@ def test_a_scripts_short_runs_that_were_cut_short_are_started_over(tmp_path: Pat
     assert isinstance(raced, RacedSettings) and set(raced.speeds) == {one.name for one in SETTINGS}
     assert "changes during training" in raced.left_out[changing.name]  # and was not started
     assert len(ranks.found) == len(MEASURED_STRATEGIES) + len(SETTINGS) and not any(ranks.found.values())
+
+
+@pytest.mark.parametrize("others", [SETTINGS, SETTINGS[:1]])
+def test_a_strategy_of_a_scripts_own_whose_period_changes_is_left_out_by_its_first_turn(
+    tmp_path: Path, others: Sequence[Setting]
+) -> None:
+    """The period need not have changed within a turn; and what is left need not be a race."""
+    ranks, said = ScriptRanks(), list[str]()
+    target, own = TunedTarget(None, script_task("")), Setting(StrategyChoice(OWN))
+    settings = (*others, own)
+    request = TuneRequest(tmp_path, 2, settings, ("mpi",), (), 600.0, target, (1,), RaceOptions(2, 8), {})
+    script = TunedScript(request, UserScript(tmp_path / "own.py"), ranks, "", said.append)  # type: ignore[arg-type]
+    pace = ExpectedTimes(1.0, dict.fromkeys(settings, 0.01))
+    raced = script.hold_race(settings, "mpi", 600.0, pace)
+    assert isinstance(raced, RacedSettings) and raced.left_out == {OWN: CHANGES}
+    assert set(raced.speeds) == ({one.name for one in others} if len(others) > 1 else set())
+    assert said.count(f"race on 2 ranks: {OWN} is left out: {CHANGES}") == 1
+    # The record says the same, without another start.
+    ranks.found.clear()
+    assert script.hold_race(settings, "mpi", 600.0, pace) == raced and not ranks.found
+
+
+def test_a_search_of_a_script_takes_strategies_that_the_script_registers(tmp_path: Path) -> None:
+    """Their periods are those that they are given; settings that differ in them are of one family."""
+    (tmp_path / "own.py").write_text("a script")
+    words = ["--script", str(tmp_path / "own.py"), str(tmp_path / "out"), "--ranks", "2", "--periods", "4,16"]
+    words += ["--strategies", "mine:period=4,mine:period=16,theirs,bmuf"]
+    command = parse("tune", words)
+    tried = command._request(command.script.user_script(()), 2).tried
+    assert [one.name for one in tried] == [
+        GRADIENTS, "mine:period=4", "mine:period=16", "theirs", "bmuf:period=4", "bmuf:period=16"
+    ]  # fmt: skip
+    _, often, rarely, unknown, *_ = tried
+    assert often.family == rarely.family != unknown.family and often.looseness < rarely.looseness
+    assert [one.period_steps for one in (often, rarely, unknown)] == [4, 16, 1]
+    assert rarely.stop(17) == 17
 
 
 def test_a_script_is_told_the_learning_rate_of_each_run_and_the_lowest_elsewhere(tmp_path: Path) -> None:
