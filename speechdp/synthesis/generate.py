@@ -201,6 +201,6 @@ def write_wav(path: Path, samples: FloatArray, sampling_rate: int) -> None:
     soundfile.write(encoded, to_int16(samples), sampling_rate, format="WAV", subtype="PCM_16")
     try:
         with atomic_path(path) as temporary:
-            temporary.write_bytes(encoded.getbuffer())
+            temporary.write_bytes(encoded.getvalue())  # as in data/prepare/recordings.py
     except OSError as error:
         raise RunError(cannot_be_written(path, error)) from error

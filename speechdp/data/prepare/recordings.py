@@ -80,7 +80,7 @@ def keep_recording(
         ) from error
     try:
         path.parent.mkdir(exist_ok=True)
-        path.write_bytes(encoded.getbuffer())
+        path.write_bytes(encoded.getvalue())  # a view in the error's frames would outlive the buffer
     except OSError as error:
         raise _refused(path, error) from error
 

@@ -12,7 +12,7 @@ import pytest
 
 #: A rank of two, as `python -m speechdp` begins it.
 BEGIN = """
-import os, signal, sys, threading, time
+import os, signal, sys, threading, time, warnings
 from speechdp.comm import environment
 from speechdp.comm.startup.mpirun_end import handle_mpirun_end
 from speechdp.parallel.stop import StopRequest
@@ -99,6 +99,7 @@ with StopRequest() as stop:
 
 def test_what_a_worker_is_sent_is_no_news(tmp_path: Path) -> None:
     program = """
+warnings.simplefilter("ignore")  # since Python 3.12 os.fork warns of the thread
 child = os.fork()
 if child == 0:
     try:
