@@ -692,7 +692,7 @@ def test_the_report_of_trials_alone_has_the_scripts_terms(ranks: FakeRanks, scri
     waiting = tuple(replace(run, folder=None, state="pending", learning_rate=None) for run in record.runs)
     write_record(out, replace(record, runs=waiting))
     written = write_comparison(out, target=0.4)  # of log-probabilities, which are none, it would be refused
-    assert "to target: until valid_acc 0.4." in on_terminal(written.table, 160)
+    assert "To target: until valid_acc 0.4 on held-out data." in on_terminal(written.table, 160)
 
 
 def test_what_a_script_does_besides_its_steps_is_its_job_without_all_that_was_timed(tmp_path: Path) -> None:
