@@ -85,6 +85,7 @@ class DecodeCommand:
         from speechdp.comm.device import choose_device  # noqa: PLC0415
         from speechdp.comm.startup.world import check_world  # noqa: PLC0415
         from speechdp.data.shards.dataset import Dataset  # noqa: PLC0415
+        from speechdp.data.shards.description import check_description  # noqa: PLC0415
         from speechdp.decode.kept_graph import KeptGraph  # noqa: PLC0415
         from speechdp.decode.origin import is_ctc  # noqa: PLC0415
         from speechdp.decode.split import decode_split, opened_split  # noqa: PLC0415
@@ -99,8 +100,10 @@ class DecodeCommand:
         trained = load_model(self.run_dir, device, ctc=True, own=networks_of(self.task))
         if is_ctc(trained.config):
             self.search.refuse_weights(*WITHOUT_EFFECT_ON_CTC)
-        if comm.rank == 0 and self.graph is None:
-            self._warn_of_changes(dataset)
+        if self.graph is None:
+            check_description(dataset)
+            if comm.rank == 0:
+                self._warn_of_changes(dataset)
         options, tuning = self._decoding_options(*self._with_earlier_weights(dataset, comm)), None
         if self.tune_on is not None:
             with opened_split(trained, dataset, self.split, self.run_dir, options, comm):

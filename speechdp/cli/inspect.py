@@ -15,6 +15,7 @@ from rich.text import Text
 from speechdp.cli.support.console import make_console
 from speechdp.data.prepare.language_model import describe_language_model
 from speechdp.data.shards.dataset import FLAT, UNALIGNED, Dataset
+from speechdp.data.shards.description import check_description
 from speechdp.data.shards.layout import Stored, printable
 from speechdp.data.signal.channel import channel_read
 from speechdp.labels.kaldi_pdfs import classes_of
@@ -36,11 +37,12 @@ class InspectCommand:
     """Read every utterance, verify its checksum, and check that its targets are valid classes."""
 
     def run(self) -> int:
-        """Print the table, then verify the data; a damaged shard raises its one-line message."""
+        """Print the table, then verify the data; a damaged file raises its one-line message."""
         console = make_console()
         dataset = Dataset.open(self.data)
         console.print(describe(dataset))
         if self.verify:
+            check_description(dataset, read_all=True)
             if dataset.stored != "spectrograms":  # `describe` has looked at those of spectrograms
                 classes_of(dataset)
             storages = dataset.verify()

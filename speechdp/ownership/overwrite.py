@@ -119,7 +119,10 @@ DATA = FolderKind(
     "prepared data",
     "data.json",
     (),
-    ("*.h5", "classes.txt", "lexicon.txt", "symbols.json", "lm.json", "lm.arpa.gz", "G.fst", "words.txt"),
+    (
+        *("*.h5", "classes.txt", "lexicon.txt", "symbols.json", "files.json"),
+        *("lm.json", "lm.arpa.gz", "G.fst", "words.txt"),
+    ),
 )
 #: Where inside a folder other folders may have owners: a sweep's runs are in OUT, a search's in OUT/runs.
 _OWNED = ("*", "*/*")

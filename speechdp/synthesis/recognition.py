@@ -16,6 +16,7 @@ import torch
 
 from speechdp.counting import counted
 from speechdp.data.shards.dataset import Dataset
+from speechdp.data.shards.description import check_description
 from speechdp.data.signal.audio import resample
 from speechdp.data.signal.compute import compute_features
 from speechdp.data.signal.features import num_frames_of
@@ -58,7 +59,7 @@ class SpeechListener:
 
         Raises:
             ConfigError: the two do not belong together, or the features are Kaldi's own.
-            RunError: it is not a finished run of a recogniser.
+            RunError: it is not a finished run of a recogniser, or a file of the data directory was changed.
             ShardError: it is not a complete data directory.
         """
         dataset = Dataset.open(data)
@@ -68,6 +69,7 @@ class SpeechListener:
                 "samples; give one trained on log_mel or mfcc, and its data"
             )
         refuse_kaldi_pdfs(dataset.classes_path, "recognise speech")
+        check_description(dataset)
         trained = load_model(run_dir, device)
         check_origin(trained.config, dataset, StateInventory.load(dataset.classes_path))
         return cls(run_dir, trained, dataset, Lexicon.load(dataset.lexicon_path))

@@ -15,7 +15,7 @@ from speechdp.comm.startup.start_guard import StartGuard
 from speechdp.counting import agreeing, counted, epoch_text
 from speechdp.data.loading.loader import StepLoader
 from speechdp.data.shards.dataset import UNALIGNED
-from speechdp.data.shards.description import keep_description
+from speechdp.data.shards.description import check_description, keep_description
 from speechdp.dealing.batch_client import Dealing
 from speechdp.errors import ConfigError, RunError
 from speechdp.feeding.fed_source import gather_feeder_times
@@ -149,6 +149,7 @@ def _check_data(session: Session, resolved: TrainOptions, strategy: Strategy, *,
     """Refuse data that cannot be trained on with these options, or from this initial model."""
     if session.dataset.alignment == UNALIGNED:
         raise ConfigError(f"{session.dataset.path}: has no alignment (prepare --like) and can only be scored")
+    check_description(session.dataset)
     check_task(session.dataset, resolved)
     check_sources(session, resolved, strategy)
     check_precision(session, resolved)

@@ -322,6 +322,8 @@ def test_decoding_tells_of_training_data_that_were_changed_since(
     (data / "lexicon.txt").write_text("".join(lines[:-1]))
     (data / "lm.arpa.gz").unlink()
     (data / "lm.json").unlink()
+    assert speechdp(["decode", str(run), str(data), "--backend", "serial"]) == 1
+    (data / "files.json").unlink()  # as it says
     since = f"{data}: changed, removed or added since {run} was trained: lexicon.txt"
     assert f"{since}, lm.arpa.gz, lm.json; used as found: if" in warned()
     for name in ("lexicon.txt", "lm.arpa.gz", "lm.json"):

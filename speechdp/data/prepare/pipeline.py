@@ -18,6 +18,7 @@ from speechdp.data.prepare.synthetic import speak_for_recognition, speak_for_syn
 from speechdp.data.prepare.unreadable import as_option_does
 from speechdp.data.shards.data_dir import new_data_dir
 from speechdp.data.shards.dataset import Dataset, ShardEntry, SplitEntry
+from speechdp.data.shards.description import record_description
 from speechdp.data.shards.layout import ShardHeader
 from speechdp.data.shards.writer import ShardWriter
 from speechdp.errors import ConfigError, UnreadableAudioError
@@ -58,6 +59,7 @@ def prepare(options: PrepareOptions, progress: Progress) -> Prepared:
         except UnreadableAudioError as error:  # after a header that was readable
             raise ConfigError(as_option_does(error)) from error
         contents.save(directory)
+        record_description(directory)
         manifest = dataclasses.replace(contents.manifest, splits=splits, channel=options.files.channel)
         manifest.write(directory)
     return Prepared(Dataset.open(options.data, just_written=True), contents.notices)

@@ -19,6 +19,7 @@ from speechdp.data.prepare.jobs import Progress
 from speechdp.data.prepare.recordings import RECORDINGS_NAME, TRAIN_RECORDINGS_NAME
 from speechdp.data.shards.data_dir import check_target, new_data_dir
 from speechdp.data.shards.dataset import MANIFEST_NAME, Dataset, ShardEntry
+from speechdp.data.shards.description import check_description
 from speechdp.data.shards.shard import Shard
 from speechdp.data.shards.writer import ShardWriter
 from speechdp.errors import ShardError
@@ -47,9 +48,11 @@ def reshard(options: ReshardOptions, progress: Progress) -> Dataset:
     Raises:
         ConfigError: `out` may not be written, or lies in the data.
         ShardError: a damaged shard, no such split, or the disk is full.
+        RunError: another file was changed.
     """
     check_target(options.out, options.overwrite)
     dataset = Dataset.open(options.data)
+    check_description(dataset, read_all=True)
     splits = dataset.split_names if options.split is None else (options.split,)
     dealt = {}
     with new_data_dir(options.out, options.overwrite) as directory:

@@ -1,4 +1,7 @@
-"""Copy the files that describe a data directory's shards, and notice if the copy was changed since."""
+"""The files that describe a data directory's shards: notice if one was changed, and copy them for a run.
+
+A record beside them, in the data directory as in a run's copy, has their sizes and checksums.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +30,14 @@ from speechdp.json_input import other_version, parse_json
 _NAMES = ("classes.txt", "lexicon.txt", SYMBOLS_NAME)
 #: All files of a copy that are read in full whenever it is used.
 SMALL_NAMES = (MANIFEST_NAME, *_NAMES)
-#: The files of a copy, with their sizes and checksums.  Copies of earlier versions have no such record.
+#: The record.  Folders that earlier versions wrote have none.
 RECORD_NAME = "files.json"
 _FORMAT, _VERSION = "speechdp-files", 1
+_OTHER_CHECKSUM = f"its checksum is not that in {RECORD_NAME}"
 #: Remedy for missing or damaged files of a copy, such as that of a run that was itself copied in part.
 COPY_AGAIN = "copy it again from the run, or from the data that were trained on"
+#: The same for a data directory.
+_MAKE_AGAIN = "copy the directory again or prepare the data again"
 _PIECE_BYTES = 1 << 20
 
 
@@ -48,12 +54,32 @@ class _Entry:
         return cls(sha256_of(path), path.stat().st_size)
 
 
+def record_description(folder: Path) -> None:
+    """Write the record of a new data directory, once all but data.json is there.  Raises OSError."""
+    names = (*_NAMES, *LANGUAGE_MODEL_NAMES)
+    _write_record(folder, {name: _Entry.of(folder / name) for name in names if (folder / name).exists()})
+
+
+def check_description(dataset: Dataset, *, read_all: bool = False) -> None:
+    """Refuse a data directory in which a file beside the shards differs from the record.
+
+    Args:
+        read_all: compare the checksum of a language model too, not its size alone.
+
+    Raises:
+        RunError: as `check_sizes`.
+    """
+    check_contents(dataset.path, _NAMES)
+    (check_contents if read_all else check_sizes)(dataset.path, LANGUAGE_MODEL_NAMES)
+
+
 def keep_description(dataset: Dataset, folder: Path) -> list[str]:
     """Copy all files of a data directory except its shards to `folder`, data.json last.
 
     The copy can be opened as a data directory whose shards are missing.  Files that `folder` has already,
     with the same size and modification time, are not read again.  A language model that cannot be read is
-    left out: the rest can be used without it.  A record of the copied files is written before data.json.
+    left out: the rest can be used without it; so is one that the record of the data contradicts.  A record
+    of the copied files is written before data.json.
 
     Returns:
         A line for each thing that could not be copied.
@@ -68,7 +94,9 @@ def keep_description(dataset: Dataset, folder: Path) -> list[str]:
         recorded = _usable_record(folder)
         entries = _copy_or_remove(_NAMES, dataset.path, folder, recorded)
         try:
-            entries |= _copy_or_remove(LANGUAGE_MODEL_NAMES, dataset.path, folder, recorded)
+            of_model = _copy_or_remove(LANGUAGE_MODEL_NAMES, dataset.path, folder, recorded)
+            _refuse_contradictions(dataset.path, of_model)
+            entries |= of_model
         except ShardError as error:
             for name in LANGUAGE_MODEL_NAMES:  # parts of two models would not fit together
                 (folder / name).unlink(missing_ok=True)
@@ -134,6 +162,14 @@ def _copy(source: Path, target: Path, recorded: _Entry | None) -> _Entry:
     return _Entry(checksum.hexdigest(), num_bytes)
 
 
+def _refuse_contradictions(source: Path, entries: Mapping[str, _Entry]) -> None:
+    """Refuse copies that differ from the record of the data directory.  Raises ShardError."""
+    recorded = _usable_record(source)
+    for name, entry in entries.items():
+        if recorded.get(name, entry) != entry:
+            raise ShardError(str(_changed(source / name, _OTHER_CHECKSUM, recorded)))
+
+
 def _pieces(path: Path) -> Iterator[bytes]:
     """Yield the contents of a file in pieces.  Raises ShardError."""
     try:
@@ -162,7 +198,7 @@ def _write_record(folder: Path, entries: Mapping[str, _Entry]) -> None:
 
 
 def _usable_record(folder: Path) -> dict[str, _Entry]:
-    """Return the record of a copy; empty if there is none that can be used."""
+    """Return a folder's record; empty if there is none that can be used."""
     try:
         return _read_record(folder) or {}
     except RunError:
@@ -170,7 +206,7 @@ def _usable_record(folder: Path) -> dict[str, _Entry]:
 
 
 def _read_record(folder: Path) -> dict[str, _Entry] | None:
-    """Return the record of a copy; None: an earlier version made the copy, or the user deleted the record.
+    """Return a folder's record; None: an earlier version made the folder, or the user deleted the record.
 
     Raises:
         RunError: it cannot be read.
@@ -188,12 +224,12 @@ def _read_record(folder: Path) -> dict[str, _Entry] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        remedy = "copy it again from the run, or delete it to use the files beside it as they are"
+        remedy = "copy it again, or delete it to use the files beside it as they are"
         raise RunError(record_cannot_be_read(path, error, remedy)) from error
 
 
 def is_recorded(folder: Path) -> bool:
-    """Return whether a folder is a copy with a record.  Raises RunError: it cannot be read."""
+    """Return whether a folder has a record.  Raises RunError: it cannot be read."""
     return _read_record(folder) is not None
 
 
@@ -222,12 +258,12 @@ def differing_names(dataset: Dataset, folder: Path) -> list[str]:
 
 
 def check_sizes(folder: Path, names: Iterable[str], instead: str = "") -> None:
-    """Refuse files of a copy that are missing, were added, or have another size than recorded.
+    """Refuse files that are missing, were added, or have another size than recorded.
 
-    Anything is accepted in a folder without a record, such as a data directory.
+    Anything is accepted in a folder without a record.
 
     Args:
-        folder: the copy.
+        folder: a data directory, or a run's copy of its description.
         names: names of the files that are about to be used.
         instead: another remedy, as an imperative: options of the command that replace the files.
 
@@ -241,18 +277,18 @@ def check_sizes(folder: Path, names: Iterable[str], instead: str = "") -> None:
         path, entry = folder / name, recorded.get(name)
         num_bytes = _size_of(path)
         if num_bytes is None and entry is not None:
-            raise RunError(f"{path}: is missing; {_remedy(instead, 'to do without it')}")
+            raise RunError(f"{path}: is missing; {_remedy(recorded, instead, 'to do without it')}")
         if num_bytes is not None and entry is None:
             raise RunError(
                 f"{path}: was added, {RECORD_NAME} beside it does not list it; remove it, or delete "
                 f"{RECORD_NAME} to use it"
             )
         if entry is not None and num_bytes != entry.num_bytes:
-            raise _changed(path, f"{num_bytes} bytes, {entry.num_bytes} were written", instead)
+            raise _changed(path, f"{num_bytes} bytes, {entry.num_bytes} were written", recorded, instead)
 
 
 def check_contents(folder: Path, names: Iterable[str], instead: str = "") -> None:
-    """Refuse files of a copy as `check_sizes`, or whose checksum is not the recorded one."""
+    """Refuse files as `check_sizes`, and those whose checksum is not the recorded one."""
     names = tuple(names)
     check_sizes(folder, names, instead)
     for name in names if is_recorded(folder) else ():
@@ -261,7 +297,7 @@ def check_contents(folder: Path, names: Iterable[str], instead: str = "") -> Non
 
 
 def checked_sha256(path: Path, instead: str = "") -> str:
-    """Return the checksum of a file, which is the recorded one if the file belongs to a copy.
+    """Return the checksum of a file, which is the recorded one if the record beside it lists the file.
 
     Args:
         instead: as for `check_sizes`.
@@ -273,9 +309,9 @@ def checked_sha256(path: Path, instead: str = "") -> str:
         found = sha256_of(path)
     except OSError as error:
         raise RunError(cannot_be_read(path, error)) from error
-    entry = (_read_record(path.parent) or {}).get(path.name)
-    if entry is not None and found != entry.sha256:
-        raise _changed(path, f"its checksum is not that in {RECORD_NAME}", instead)
+    recorded = _read_record(path.parent) or {}
+    if path.name in recorded and found != recorded[path.name].sha256:
+        raise _changed(path, _OTHER_CHECKSUM, recorded, instead)
     return found
 
 
@@ -289,9 +325,10 @@ def _size_of(path: Path) -> int | None:
         raise RunError(cannot_be_read(path, error)) from error
 
 
-def _changed(path: Path, how: str, instead: str) -> RunError:
-    return RunError(f"{path}: was changed ({how}); {_remedy(instead, 'to use it as it is')}")
+def _changed(path: Path, how: str, recorded: Mapping[str, _Entry], instead: str = "") -> RunError:
+    return RunError(f"{path}: was changed ({how}); {_remedy(recorded, instead, 'to use it as it is')}")
 
 
-def _remedy(instead: str, purpose: str) -> str:
-    return ", or ".join(filter(None, (COPY_AGAIN, instead, f"delete {RECORD_NAME} beside it {purpose}")))
+def _remedy(recorded: Mapping[str, _Entry], instead: str, purpose: str) -> str:
+    again = COPY_AGAIN if MANIFEST_NAME in recorded else _MAKE_AGAIN
+    return ", or ".join(filter(None, (again, instead, f"delete {RECORD_NAME} beside it {purpose}")))

@@ -130,7 +130,7 @@ def test_processes_write_the_same_bytes(options: PrepareOptions, monkeypatch: py
     other = changed(options, paths=(options.data.with_name("other"),), workers=2)
     prepared(other)
     files = sorted(path.name for path in options.data.iterdir())
-    assert files == ["classes.txt", "data.json", "train-00000.h5", "train-00001.h5"]
+    assert files == ["classes.txt", "data.json", "files.json", "train-00000.h5", "train-00001.h5"]
     for name in files:
         assert (options.data / name).read_bytes() == (other.data / name).read_bytes()
 

@@ -128,6 +128,7 @@ def test_directory_is_whole_and_small_enough(dataset: Dataset) -> None:
     assert sorted(p.name for p in dataset.path.iterdir() if p.suffix != ".h5") == [
         "classes.txt",
         "data.json",
+        "files.json",
         "lexicon.txt",
     ]
 

@@ -275,8 +275,14 @@ def test_language_model_of_train_only(tmp_path: Path, capsys: pytest.CaptureFixt
     assert (tmp_path / "other" / "lm.arpa.gz").read_bytes() == (tmp_path / "data" / "lm.arpa.gz").read_bytes()
     (tmp_path / "other" / "lm.arpa.gz").unlink()
     assert main.run(["inspect", str(tmp_path / "other")]) != 0
+    assert "lm.arpa.gz: is missing; copy the directory again or prepare" in capsys.readouterr().err
+    (tmp_path / "other" / "files.json").unlink()  # as in data of earlier versions
+    assert main.run(["inspect", str(tmp_path / "other")]) != 0
     assert "other: lm.json tells of a language model, but neither" in capsys.readouterr().err
     (tmp_path / "data" / "lm.json").write_text("{}")
+    assert main.run(["inspect", paths[1]]) != 0
+    assert "lm.json: was changed (2 bytes, " in capsys.readouterr().err
+    (tmp_path / "data" / "files.json").unlink()
     assert main.run(["inspect", paths[1]]) != 0
     assert "lm.json: cannot be read (" in capsys.readouterr().err
 

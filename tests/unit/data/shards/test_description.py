@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +15,11 @@ from speechdp.data.shards.dataset import LANGUAGE_MODEL_NAMES, Dataset
 from speechdp.data.shards.description import (
     SMALL_NAMES,
     check_contents,
+    check_description,
     check_sizes,
     checked_sha256,
     keep_description,
+    record_description,
 )
 from speechdp.decode.language_model import StoredModel, language_model_path
 from speechdp.errors import RunError
@@ -151,7 +154,7 @@ def test_a_copy_that_was_changed_is_made_again_by_the_next_start(data: Dataset, 
     [
         (
             "",
-            r"cannot be read \(.*\); copy it again from the run, or delete it to use the files beside it as",
+            r"cannot be read \(.*\); copy it again, or delete it to use the files beside it as",
         ),
         ("[]", r"cannot be read \(.*\); copy it again"),
         (
@@ -166,3 +169,39 @@ def test_a_damaged_record_is_told_in_a_line(kept: Path, content: str, said: str)
     (kept / "files.json").write_text(content)
     with pytest.raises(RunError, match=rf"files\.json: .*{said}"):
         check_sizes(kept, ALL_NAMES)
+
+
+def recorded(dataset: Dataset) -> Dataset:
+    """Record the files of a data directory, as `prepare` does."""
+    record_description(dataset.path)
+    check_description(dataset, read_all=True)
+    return dataset
+
+
+def test_a_data_directory_notices_what_was_lost_in_copying(data: Dataset) -> None:
+    lexicon = recorded(data).lexicon_path
+    whole = lexicon.read_text()
+    shortened(lexicon)
+    with pytest.raises(
+        RunError, match=r"lexicon\.txt: was changed \(.*\); copy the directory again or prepare"
+    ):
+        check_description(data)
+    (data.path / "files.json").unlink()  # as the message says
+    check_description(data)
+    lexicon.write_text(whole)
+    recorded(data)
+    (data.path / "lm.arpa.gz").write_bytes(b"as long again")
+    check_description(data)  # reads no language model
+    with pytest.raises(RunError, match=r"lm\.arpa\.gz: was changed \(its checksum"):
+        check_description(data, read_all=True)
+    (data.path / "lm.arpa.gz").unlink()
+    (data.path / "lm.json").unlink()
+    with pytest.raises(RunError, match=r"lm\.arpa\.gz: is missing; copy the directory again"):
+        check_description(data)
+
+
+def test_a_run_keeps_no_language_model_that_its_data_contradict(data: Dataset, tmp_path: Path) -> None:
+    (recorded(data).path / "lm.arpa.gz").write_bytes(b"as long again")
+    (notice,) = keep_description(data, tmp_path / "kept")
+    assert re.search(r"kept holds no language model: .*lm\.arpa\.gz: was changed \(its checksum", notice)
+    assert not (tmp_path / "kept" / "lm.arpa.gz").exists() and language_model_path(tmp_path / "kept") is None
