@@ -124,7 +124,7 @@ def test_the_output_of_pipes_is_prepared(tmp_path: Path, capsys: pytest.CaptureF
         tmp_path / "b" / "train-00000.h5"
     ).read_bytes()
     assert sorted(path.name for path in (tmp_path / "b").iterdir()) == [
-        "classes.txt", "data.json", "lexicon.txt", "train-00000.h5",
+        "classes.txt", "data.json", "files.json", "lexicon.txt", "train-00000.h5",
     ]  # fmt: skip
 
 
