@@ -271,8 +271,14 @@ def check_sizes(folder: Path, names: Iterable[str], instead: str = "") -> None:
         RunError: names the first such file.
     """
     recorded = _read_record(folder)
-    if recorded is None:
-        return
+    if recorded is not None:
+        _refuse_other_sizes(folder, recorded, names, instead)
+
+
+def _refuse_other_sizes(
+    folder: Path, recorded: Mapping[str, _Entry], names: Iterable[str], instead: str
+) -> None:
+    """Do what `check_sizes` does, with a record that has been read."""
     for name in names:
         path, entry = folder / name, recorded.get(name)
         num_bytes = _size_of(path)
@@ -289,27 +295,28 @@ def check_sizes(folder: Path, names: Iterable[str], instead: str = "") -> None:
 
 def check_contents(folder: Path, names: Iterable[str], instead: str = "") -> None:
     """Refuse files as `check_sizes`, and those whose checksum is not the recorded one."""
-    names = tuple(names)
-    check_sizes(folder, names, instead)
-    for name in names if is_recorded(folder) else ():
-        if _size_of(folder / name) is not None:
-            checked_sha256(folder / name, instead)
+    names, recorded = tuple(names), _read_record(folder)
+    if recorded is None:
+        return
+    _refuse_other_sizes(folder, recorded, names, instead)
+    for name in filter(recorded.__contains__, names):
+        _sha256_as_recorded(folder / name, recorded, instead)
 
 
-def checked_sha256(path: Path, instead: str = "") -> str:
+def checked_sha256(path: Path) -> str:
     """Return the checksum of a file, which is the recorded one if the record beside it lists the file.
-
-    Args:
-        instead: as for `check_sizes`.
 
     Raises:
         RunError: it is not the recorded one, or the file cannot be read.
     """
+    return _sha256_as_recorded(path, _read_record(path.parent) or {})
+
+
+def _sha256_as_recorded(path: Path, recorded: Mapping[str, _Entry], instead: str = "") -> str:
     try:
         found = sha256_of(path)
     except OSError as error:
         raise RunError(cannot_be_read(path, error)) from error
-    recorded = _read_record(path.parent) or {}
     if path.name in recorded and found != recorded[path.name].sha256:
         raise _changed(path, _OTHER_CHECKSUM, recorded, instead)
     return found

@@ -309,14 +309,20 @@ def test_a_full_disk_refuses_what_a_run_keeps_in_a_line(trained: Dataset, tmp_pa
             assert not (kept / "data.json").exists() and not list(kept.glob(".*"))
 
 
-def test_the_language_model_goes_along_and_may_be_another(tmp_path: Path) -> None:
+def run_with_language_model(tmp_path: Path) -> tuple[Path, Dataset]:
+    """Return a run, and the data that it was trained on."""
     source = kaldi_folder(tmp_path / "old", 4)
     made = PrepareOptions(
         (source, tmp_path / "old-data"),
         split="random:dev=0",
         for_language_model=LanguageModelOptions(lm_order=2),
     )
-    run = run_of(prepare(made, no_progress).dataset, tmp_path / "run")
+    data = prepare(made, no_progress).dataset
+    return run_of(data, tmp_path / "run"), data
+
+
+def test_the_language_model_goes_along_and_may_be_another(tmp_path: Path) -> None:
+    run, _ = run_with_language_model(tmp_path)
     assert (run / "trained_on" / "lm.arpa.gz").is_file()
     new = kaldi_folder(tmp_path / "new", 2)
     (new / "text").write_text("utt0 one two\nutt1 two shoe\n")
@@ -341,13 +347,7 @@ def test_the_language_model_goes_along_and_may_be_another(tmp_path: Path) -> Non
 
 
 def test_a_changed_copy_is_refused_with_the_options_that_replace_it(tmp_path: Path) -> None:
-    source = kaldi_folder(tmp_path / "old", 4)
-    made = PrepareOptions(
-        (source, tmp_path / "old-data"),
-        split="random:dev=0",
-        for_language_model=LanguageModelOptions(lm_order=2),
-    )
-    run = run_of(prepare(made, no_progress).dataset, tmp_path / "run")
+    run, data = run_with_language_model(tmp_path)
     kept, new = run / "trained_on", kaldi_folder(tmp_path / "new", 4)
     (kept / "lm.arpa.gz").unlink()
     (kept / "lm.json").unlink()
@@ -364,7 +364,7 @@ def test_a_changed_copy_is_refused_with_the_options_that_replace_it(tmp_path: Pa
         RunError, match=r"lexicon\.txt: was changed \(.*, or give another with --lexicon FILE"
     ):
         like(new, run, overwrite=True)
-    lexicon = made.data / "lexicon.txt"
+    lexicon = data.lexicon_path
     like(new, run, overwrite=True, split="random:dev=0", lexicon=lexicon, for_language_model=estimated)
     (kept / "classes.txt").write_text("0 SIL_0\n")
     with pytest.raises(RunError, match=r"classes\.txt: was changed .* trained on, or delete files\.json"):
