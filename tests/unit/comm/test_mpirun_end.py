@@ -84,9 +84,9 @@ def test_nothing_is_said_where_a_rank_has_said_why(tmp_path: Path, number: int) 
 
 def test_training_is_told_that_it_has_little_time(tmp_path: Path) -> None:
     program = """
+(teller,) = [each for each in threading.enumerate() if each.name == "speechdp-mpirun-end"]
 with StopRequest() as stop:
     signal.raise_signal(signal.SIGTERM)
-    (teller,) = [each for each in threading.enumerate() if each.name == "speechdp-mpirun-end"]
     teller.join()
 """
     code, said = end_of(program, tmp_path)
