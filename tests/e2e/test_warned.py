@@ -297,7 +297,9 @@ def test_ranks_that_are_ended_remove_what_is_not_complete(
     assert speechdp(["train", str(data), str(run), *TINY_MODEL, "--epochs", "1", "--backend", "serial"]) == 0
     program = REPOSITORY / "tests/helpers/rank_programs/writing.py"
     command = [str(BIN / "mpirun"), "--oversubscribe", "-n", "2", sys.executable, str(program), str(folder)]
-    with started([*command, "decode", str(run), str(data), "--backend", "mpi"], folder) as job:
+    # A second after SIGTERM it would kill ranks that have got no core.
+    patient = {"OMPI_MCA_odls_base_sigkill_timeout": "10"}
+    with started([*command, "decode", str(run), str(data), "--backend", "mpi"], folder, env=patient) as job:
         job.wait_until(lambda: len(list(folder.iterdir())) == 2, "files of both ranks")
         job.signal(number)
         ended = job.finish()
