@@ -202,7 +202,8 @@ def test_a_stop_lets_the_ranks_save(
 ) -> None:
     needs_horovodrun() if launcher else needs_mpirun()
     run = tmp_path / "run"
-    process = start("-np", "2", *launcher, "--", "train", "DATA", str(run), "sleep")
+    patient = ["--grace-s", f"{DEADLINE_S:g}"]
+    process = start("-np", "2", *patient, *launcher, "--", "train", "DATA", str(run), "sleep")
     pids = wait_for_ranks(run, process)
     os.kill(process.pid, signum)
     code, errors = finish(process)

@@ -82,7 +82,7 @@ def gates(run: Path, begun_at: int = 0) -> Gates:
 def kill_rank_1(job: Job, run: Path, begun_at: int) -> None:
     """Kill a rank, without warning, some steps after a checkpoint later than that the job began from."""
     job.wait_until(lambda: last_step(run) > begun_at + 37, "a later checkpoint")
-    job.signal(signal.SIGKILL, job.rank_pid(1))
+    job.kill_rank(1)
     ended = job.finish()
     assert ended.exit_code == 137, ended.output
     assert_not_complete(run)
