@@ -69,8 +69,10 @@ class Job:
     def wait_until(self, condition: Callable[[], object], what: str) -> None:
         """Wait until a condition holds; fail if the job ends first."""
         deadline = time.monotonic() + DEADLINE_S
-        while not condition():
+        while True:
             has_ended = self._process.poll() is not None
+            if condition():
+                return
             if has_ended or time.monotonic() > deadline:
                 why = "the job ended" if has_ended else f"not in {DEADLINE_S:g} s"
                 raise AssertionError(f"waited in vain for {what}: {why}\n{self._killed().output}")
