@@ -7,7 +7,6 @@ import importlib
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from speechdp.cli.support.config_file import (
 )
 from speechdp.cli.support.help_text import option_rules, wrapped_paragraphs
 from speechdp.cli.support.refusals import boxes_as_lines
-from speechdp.comm.environment import announced, note_reported
+from speechdp.comm.environment import announced, wait_to_report
 from speechdp.counting import did_you_mean
 from speechdp.errors import ConfigError, SpeechDPError, UsageError
 from speechdp.files import cannot_be_used
@@ -323,9 +322,7 @@ def _let_rank_0_report() -> None:
     What stops a command before its ranks have met is mostly so on all of them, and one line says it.
     """
     launch = announced()
-    if launch is not None and launch.rank > 0:
-        time.sleep(_AFTER_RANK_0_S)
-    note_reported()
+    wait_to_report(_AFTER_RANK_0_S if launch is not None and launch.rank > 0 else 0.0)
 
 
 def _options_of(command: Any) -> set[str]:

@@ -92,6 +92,8 @@ _LAUNCHERS = (
 
 #: Variables that show that ranks of srun can be connected: of PMIx, Cray's PMI, and Intel MPI.
 _CONNECTED_BY_SRUN = ("PMIX_NAMESPACE", "PMI_CONTROL_PORT", "I_MPI_PMI_LIBRARY")
+#: How long a rank waits to be ended once another has said why, s.
+_ENDED_WITHIN_S = 10.0
 
 
 def announced(environ: Mapping[str, str] | None = None) -> Launch | None:
@@ -285,6 +287,21 @@ def end_process_with(text: str, exit_code: int) -> NoReturn:
         bounded(lambda: os.write(2, text.encode(errors="replace")), default=0)
     finally:
         os._exit(exit_code)
+
+
+def wait_to_report(delay_s: float) -> None:
+    """Wait for a rank that says why the job ends before this one does; then record that this one says it.
+
+    If another rank of this host has said why, mpirun is about to end this one, which it may do late.
+
+    Args:
+        delay_s: time that others have to say it, s.
+    """
+    if delay_s > 0:
+        time.sleep(delay_s)
+    if has_reported():
+        time.sleep(_ENDED_WITHIN_S)
+    note_reported()
 
 
 def note_reported() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -58,7 +57,7 @@ def test_a_killed_rank_is_done_without(python: Path, dataset: Dataset, tmp_path:
     gates = Gates(tmp_path / "gates", GATE)
     with started(command(python, ("-np", "4"), dataset, run), run, gates) as job:
         job.wait_until(lambda: last_step(run), "a checkpoint")
-        job.signal(signal.SIGKILL, job.rank_pid(2))
+        job.kill_rank(2)
         gates.open()
         ended = job.finish()
     assert_went_on(ended, run, dataset, f"rank 2 on {host()} is gone; continuing with 3 ranks")
@@ -73,7 +72,7 @@ def test_without_rank_0_the_job_ends_and_says_so(python: Path, dataset: Dataset,
     gates = Gates(tmp_path / "gates", GATE)
     with started(command(python, ("-np", "3"), dataset, run), run, gates) as job:
         job.wait_until(lambda: last_step(run), "a checkpoint")
-        job.signal(signal.SIGKILL, job.rank_pid(0))
+        job.kill_rank(0)
         gates.open()
         ended = job.finish()
     assert ended.exit_code != 0 and not (run / "completed.json").exists(), ended.output
@@ -87,7 +86,7 @@ def test_a_rank_of_another_node_is_done_without(python: Path, lab: Lab, dataset:
     job = lab.start("n1", command(python, hosts, dataset, run), mark=run, gates=gates)
     try:
         job.wait_until(lambda: last_step(run), "a checkpoint")
-        os.kill(job.rank_pid(3), signal.SIGKILL)
+        job.kill_rank(3)
         gates.open()
         ended = job.finish()
     finally:

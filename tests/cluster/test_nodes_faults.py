@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -51,7 +50,7 @@ def test_a_rank_is_killed_on_another_node(
 ) -> None:
     training = Training(lab, dataset, ("n1", "n2"), launch=launch, train=ENDLESS, backend=backend)
     with training.begun(run) as job:
-        job.signal(signal.SIGKILL, job.rank_pid(1))
+        job.kill_rank(1)
         ended = job.finish(within_s=SECONDS)
         assert_nothing_left(lab)
     line = last_word(ended, run)

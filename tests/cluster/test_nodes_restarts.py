@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 
 from speechdp.data.shards.dataset import Dataset
@@ -38,7 +37,7 @@ def test_a_killed_rank(lab: Lab, dataset: Dataset) -> None:
     run, gates = lab.folder / "killed-rank", Gates(lab.folder / "gates-killed-rank", GATE)
     again = ("--max-restarts", "2")
     with Training(lab, dataset, ("n1", "n2", "n3"), launch=again, train=LONG).begun(run, gates) as job:
-        job.signal(signal.SIGKILL, job.rank_pid(1))
+        job.kill_rank(1)
         gates.open()
         ended = job.finish()
     assert_started_again(ended, run, "rank 1 on n2 was killed", "3 ranks on n1 (1), n2 (1), n3 (1)")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.fork_server import BY_ITSELF
+from tests.helpers.fork_server import ADDRESS, BY_ITSELF, forks_with
 from tests.helpers.jobs import started
 from tests.helpers.mpi import REPOSITORY, Ended, job_environment, run_job
 from tests.helpers.waiting import wait_until
@@ -153,6 +153,26 @@ def test_signals_reach_the_work_and_it_dies_with_who_stands_for_it(script: Path,
             job.signal(number)
             assert job.finish().exit_code == -number
             wait_until(lambda pid=worker: not Path(f"/proc/{pid}").exists(), "the end of the fork")
+
+
+#: Asks for a fork that runs a script, and is gone before the answer comes.
+GONE = """
+import json, socket, sys
+from tests.helpers.startup.handing_over import _request
+with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+    connection.connect(sys.argv[1])
+    socket.send_fds(connection, [b"."], [0, 1, 2])
+    connection.sendall(json.dumps(_request([sys.argv[0]])).encode() + b"\\n")
+"""
+
+
+def test_who_is_killed_before_the_answer_comes_leaves_the_server_to_others(
+    script: Path, tmp_path: Path
+) -> None:
+    with forks_with(job_environment(), tmp_path) as ours:
+        gone = run_script(script, GONE, ours[ADDRESS], env={**ours, **BY_ITSELF})
+        assert gone.exit_code == 0, gone.output
+        assert run_script(script, WHO, env=ours).stdout == "True True\n"
 
 
 def test_a_closed_stream_stays_closed(script: Path) -> None:

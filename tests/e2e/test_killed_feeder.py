@@ -34,7 +34,7 @@ def test_a_killed_feeder_ends_the_job_and_the_run_goes_on(tmp_path: Path) -> Non
     # At half of its 300 steps the run waits for the kill.
     with started(by_launch(3, *arguments), run, Gates(tmp_path / "gates", 150)) as job:
         job.wait_until(lambda: last_step(run), "a checkpoint")
-        job.signal(signal.SIGKILL, job.rank_pid(FEEDER))
+        job.kill_rank(FEEDER)
         ended = job.finish()
     assert_ended_by_a_kill(ended, run)
     assert f"rank {FEEDER} on {host_name()} was killed by SIGKILL" in ended.stderr, ended.output

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
 import pytest
@@ -39,7 +38,7 @@ def test_a_killed_rank_ends_the_job_and_the_run_goes_on(
     # At half of its 300 steps the run waits for the kill.
     with started(by_launch(2, *arguments), run, Gates(tmp_path / "gates", 150)) as job:
         job.wait_until(lambda: last_step(run), "a checkpoint")
-        job.signal(signal.SIGKILL, job.rank_pid(rank))
+        job.kill_rank(rank)
         ended = job.finish()
     assert_ended_by_a_kill(ended, run)
     assert_goes_on_to_the_end(by_launch(2, *arguments), run, dataset.num_frames("train"))

@@ -16,6 +16,7 @@ import pytest
 from speechdp.comm.environment import host_name
 from speechdp.errors import ConfigError
 from speechdp.launching.programs import find_horovodrun, find_mpirun
+from tests.helpers.jobs import is_running
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEADLINE_S = 180.0
@@ -36,6 +37,7 @@ behaviour = sys.argv[4] if len(sys.argv) > 4 else "complete"
 for signum in (signal.SIGUSR1, signal.SIGTERM):
     if behaviour != "die":
         signal.signal(signum, signal.SIG_IGN if behaviour == "stubborn" else save_and_leave)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
 (run / f"pid-{rank}").write_text(str(os.getpid()))
 (run / f"arguments-{rank}").write_text(repr(sys.argv[1:]))
 (run / f"threads-{rank}").write_text(os.environ["OMP_NUM_THREADS"])
@@ -44,7 +46,13 @@ if behaviour in ("complete", "lost"):
         (run / "completed.json").write_text("{}")
     sys.exit(0)
 if behaviour == "die" and rank == 1:
-    time.sleep(2)  # Open MPI does not name a rank that is killed while mpirun is still starting ranks
+    if "OMPI_COMM_WORLD_RANK" in os.environ:
+        # Open MPI does not name a rank that is killed while mpirun is still starting ranks: wait until mpirun
+        # hands on a signal.
+        while not (run / "threads-0").exists():
+            time.sleep(0.01)
+        os.kill(os.getppid(), signal.SIGUSR2)
+        signal.sigwait([signal.SIGUSR2])
     os.kill(os.getpid(), signal.SIGKILL)
 while True:  # a signal that comes just before a sleep begins is handled only after it
     time.sleep(0.1)
@@ -117,13 +125,6 @@ def wait_for_ranks(run: Path, process: subprocess.Popen[str], num_ranks: int = 2
             return [int(path.read_text()) for path in sorted(run.glob("pid-*"))]
         time.sleep(0.05)
     raise AssertionError(f"the ranks did not come up: {process.poll()}")
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def assert_gone(pids: list[int]) -> None:
@@ -201,7 +202,8 @@ def test_a_stop_lets_the_ranks_save(
 ) -> None:
     needs_horovodrun() if launcher else needs_mpirun()
     run = tmp_path / "run"
-    process = start("-np", "2", *launcher, "--", "train", "DATA", str(run), "sleep")
+    patient = ["--grace-s", f"{DEADLINE_S:g}"]
+    process = start("-np", "2", *patient, *launcher, "--", "train", "DATA", str(run), "sleep")
     pids = wait_for_ranks(run, process)
     os.kill(process.pid, signum)
     code, errors = finish(process)

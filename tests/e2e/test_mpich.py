@@ -70,7 +70,7 @@ def test_launch_names_the_rank_that_was_killed(mpich: Path, dataset: Dataset, tm
     waiting = Gates(tmp_path / "gates", 50)
     with started(launched(mpich, "train", dataset.path, run, *OPTIONS), run, waiting) as job:
         job.wait_until(lambda: next(checkpoint_steps(run), 0), "a checkpoint")
-        job.signal(signal.SIGKILL, job.rank_pid(1))
+        job.kill_rank(1)
         ended = job.finish()
     assert ended.exit_code == 137, ended.output
     (line,) = [line for line in our_lines(ended) if line.startswith("speechdp launch:")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 
 import pytest
@@ -62,7 +61,7 @@ def test_killed_ranks_change_nothing(
             job.wait_until(
                 lambda gate=gate: last_step(disturbed) >= gate - STEPS_TO_GATE, f"a checkpoint before {gate}"
             )
-            job.signal(signal.SIGKILL, job.rank_pid(rank))
+            job.kill_rank(rank)
             gates.open(gate)
         ended = job.finish()
     assert ended.exit_code == 0, ended.output

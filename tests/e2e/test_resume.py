@@ -20,11 +20,13 @@ from tests.helpers.jobs import (
     alone,
     by_launch,
     ended_within,
+    is_running,
     our_lines,
     started,
     under_mpirun,
 )
 from tests.helpers.tiny_data import TINY_MODEL, TinySizes, write_tiny_data
+from tests.helpers.waiting import wait_until
 from tests.parallel.test_communicator_backends import needs_horovod
 
 #: 750 steps on two ranks, two seconds of training; jobs to be interrupted wait for it at gates.
@@ -82,7 +84,7 @@ def gates(run: Path, begun_at: int = 0) -> Gates:
 def kill_rank_1(job: Job, run: Path, begun_at: int) -> None:
     """Kill a rank, without warning, some steps after a checkpoint later than that the job began from."""
     job.wait_until(lambda: last_step(run) > begun_at + 37, "a later checkpoint")
-    job.signal(signal.SIGKILL, job.rank_pid(1))
+    job.kill_rank(1)
     ended = job.finish()
     assert ended.exit_code == 137, ended.output
     assert_not_complete(run)
@@ -101,6 +103,21 @@ def test_a_job_waits_at_its_gate_until_that_is_opened(dataset: Dataset, tmp_path
         closed.open()
         ended = job.finish()
     assert ended.exit_code == 0 and last_step(run) == 600, ended.output
+
+
+def test_what_a_job_did_before_it_ended_is_seen(tmp_path: Path) -> None:
+    """Though it ended between two looks."""
+    go, done = tmp_path / "go", tmp_path / "done"
+    wait = 'while [ ! -e "$0" ]; do sleep 0.01; done; touch "$1"'
+    with started(["sh", "-c", wait, str(go), str(done)], tmp_path) as job:
+
+        def look() -> bool:
+            is_done = done.exists()
+            go.touch()
+            wait_until(lambda: not is_running(job.pid), "the end of the job")
+            return is_done
+
+        job.wait_until(look, "what it does")
 
 
 def test_on_mpi(dataset: Dataset, undisturbed: Path, tmp_path: Path) -> None:

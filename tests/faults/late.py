@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import random
 import sys
 import threading
@@ -37,8 +38,10 @@ _EVENTS = {
 _WRITING = frozenset({"rename", "remove", "mkdir", "rmdir", "sync"})
 KINDS = ("collective", "wait", "message", "packet", "thread", "sync", "stat", *sorted({*_EVENTS.values()}))
 _SWITCH_INTERVAL_S = 1e-6
-#: Seconds for threads of a killed rank to end the operation they are in.
-_LEFT_S = 0.3
+#: Seconds for threads of a killed rank to end of themselves, however few cores there are.
+_LEFT_S = 60.0
+#: The file in which a thread waits for another; one that is anywhere else is in an operation, or on its way.
+_WAITING = threading.__file__
 
 
 class Killed(BaseException):
@@ -196,14 +199,20 @@ class Lateness:
         for life in self._lives:
             life.is_over = True
         deadline_s = time.monotonic() + _LEFT_S
-        for thread in self._threads:
-            thread.join(max(0.0, deadline_s - time.monotonic()))
+        while any(map(_is_busy, self._threads)) and time.monotonic() < deadline_s:
+            time.sleep(0.005)
         self._lives.clear()
         self._threads.clear()
 
     def is_here(self, path: Any) -> bool:
         """Tell whether a path is in the folder whose files are late."""
         return isinstance(path, str | os.PathLike) and os.fspath(path).startswith(self.folder)
+
+
+def _is_busy(thread: threading.Thread) -> bool:
+    """Return whether a thread has not ended and does not wait for another."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    return thread.is_alive() and frame is not None and frame.f_code.co_filename != _WAITING
 
 
 _late: Lateness | None = None
@@ -283,6 +292,7 @@ def late(pace: Pace, folder: Path, rank: int | None = None) -> Iterator[Lateness
                 force.end_job(args.exc_value)
 
         patch.setattr(time, "sleep", slept)
+        patch.setattr(queue, "SimpleQueue", queue._PySimpleQueue)  # type: ignore[attr-defined]  waits there
         patch.setattr(threading.Thread, "start", adopted)
         patch.setattr(threading.Thread, "run", begun_late)
         patch.setattr(threading, "excepthook", ended)

@@ -122,7 +122,7 @@ def test_a_sync_behind_a_rename_is_found(server: ForkServer, cases: Cases, tmp_p
     # Late enough for rank 0 to rename the folder meanwhile; at first, unless it gets no core for so long.
     tries = (
         driver.try_order(1, op="opendir", path="RUN/checkpoints/.step-*", delay_us=seconds * 1_000_000)
-        for seconds in (3, 12)
+        for seconds in (3, 12, 48)
     )
     (wrong,) = next(filter(None, tries), ("nothing was found",))
     assert "No such file or directory" in wrong

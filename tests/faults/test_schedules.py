@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -73,6 +74,32 @@ def test_a_rank_that_only_sleeps_ends_with_its_job(tmp_path: Path) -> None:
         force.end_job(Killed())
         rank.join(300)
         assert not rank.is_alive()
+
+
+def test_the_operation_that_a_killed_rank_is_in_is_over_before_the_next_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine it may take long, and would change the folder of the run that is resumed."""
+    reading, writing = os.pipe()
+    begun = threading.Event()
+
+    def sync_long(_fd: int) -> None:
+        begun.set()
+        os.read(reading, 1)
+
+    monkeypatch.setattr(os, "fsync", sync_long)
+    with late(PUNCTUAL, tmp_path) as force:
+        rank = threading.Thread(target=lambda: os.fsync(0), name="rank 0", daemon=True)
+        rank.start()
+        assert begun.wait(300)
+        ending = threading.Thread(target=force.end_all)
+        ending.start()
+        ending.join(1.0)
+        assert ending.is_alive()
+        os.write(writing, b".")
+        ending.join(300)
+        assert not ending.is_alive()
+        rank.join(300)
 
 
 def test_a_reference_that_has_failed_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -282,7 +282,8 @@ def _serve(address: Path, owner: int) -> _Work | None:
                     return work
                 _close(work.streams)
                 _die_together(connection, pid)
-                connection.sendall(b"%d\n" % pid)
+                with contextlib.suppress(OSError):  # it was killed meanwhile, which the next look finds
+                    connection.sendall(b"%d\n" % pid)
                 running[os.pidfd_open(pid)] = pid, connection
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from speechdp.launching.mpi import rank_process
 from tests.helpers.gates import Gates
 from tests.helpers.mpi import BIN, Ended, run_job, start_job
+from tests.helpers.waiting import wait_until
 
 SPEECHDP = (sys.executable, "-m", "speechdp")
 #: Only a job that hangs takes this long, s, although others run beside it.
@@ -26,8 +27,9 @@ def under_mpirun(size: int, *arguments: str | Path) -> list[str]:
 
 
 def by_launch(size: int, *arguments: str | Path) -> list[str]:
-    """Return the command line of `speechdp launch -np SIZE -- ARGUMENTS`."""
-    return [*SPEECHDP, "launch", "-np", str(size), "--", *map(str, arguments)]
+    """Return the command line of `speechdp launch -np SIZE -- ARGUMENTS`; ranks may take long to save."""
+    grace = ("--grace-s", f"{DEADLINE_S:g}")
+    return [*SPEECHDP, "launch", "-np", str(size), *grace, "--", *map(str, arguments)]
 
 
 def alone(*arguments: str | Path) -> list[str]:
@@ -67,8 +69,10 @@ class Job:
     def wait_until(self, condition: Callable[[], object], what: str) -> None:
         """Wait until a condition holds; fail if the job ends first."""
         deadline = time.monotonic() + DEADLINE_S
-        while not condition():
+        while True:
             has_ended = self._process.poll() is not None
+            if condition():
+                return
             if has_ended or time.monotonic() > deadline:
                 why = "the job ended" if has_ended else f"not in {DEADLINE_S:g} s"
                 raise AssertionError(f"waited in vain for {what}: {why}\n{self._killed().output}")
@@ -86,6 +90,12 @@ class Job:
     def signal(self, number: signal.Signals, pid: int | None = None) -> None:
         """Send a signal to a process of the job, by default to the one that was started."""
         os.kill(self.pid if pid is None else pid, number)
+
+    def kill_rank(self, rank: int) -> None:
+        """Kill the process of a rank; return when it is gone, so that it does nothing more in training."""
+        pid = self.rank_pid(rank)
+        self.signal(signal.SIGKILL, pid)
+        wait_until(lambda: not is_running(pid), f"the death of rank {rank}")
 
     def finish(self, within_s: float = DEADLINE_S) -> Ended:
         """Wait for the end of the job; on a time-out kill it and fail."""
@@ -113,6 +123,14 @@ class Job:
     def _marked(self) -> list[int]:
         pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
         return [pid for pid in pids if self._mark in _words(pid, "cmdline") and pid != os.getpid()]
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process exists and has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def _words(pid: int, file: str) -> list[str]:

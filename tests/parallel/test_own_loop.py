@@ -11,7 +11,7 @@ import pytest
 from speechdp import exit_codes
 from speechdp.launching.outcome import SCRIPT_CONTINUES
 from speechdp.report.runs.folders import read_run
-from tests.helpers.jobs import SPEECHDP, started
+from tests.helpers.jobs import DEADLINE_S, SPEECHDP, started
 from tests.helpers.mpi import run_job, run_mpi
 from tests.parallel.test_communicator_backends import needs_horovod
 
@@ -84,7 +84,8 @@ def test_a_script_saves_at_a_stop_signal_and_goes_on_from_there(tmp_path: Path) 
     folder = tmp_path / "run"
     environment = {"SPEECHDP_BACKEND": "mpi", "SPEECHDP_FOLDER": str(folder)}
     words = ("env", *(f"{name}={value}" for name, value in environment.items()))
-    job = [*SPEECHDP, "launch", "-np", "2", "--max-restarts", "3", "--", "python", str(CHECKPOINTS)]
+    patient = ("--max-restarts", "3", "--grace-s", f"{DEADLINE_S:g}")
+    job = [*SPEECHDP, "launch", "-np", "2", *patient, "--", "python", str(CHECKPOINTS)]
     with started([*words, *job, "100000", "heeds", str(tmp_path)], tmp_path) as running:
         running.wait_until((folder / "metrics.jsonl").is_file, "the first evaluation")
         running.signal(signal.SIGTERM)

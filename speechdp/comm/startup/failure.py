@@ -9,7 +9,6 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -87,8 +86,7 @@ def _end(comm: Communicator | None, error: BaseException) -> int:
     if threading.current_thread() is threading.main_thread():
         # Another rank's abort begins with SIGTERM; a handler that saves a checkpoint would only delay it.
         give_up_handler(signal.SIGTERM, signal.SIG_DFL)
-    time.sleep(report.delay_s)
-    environment.note_reported()
+    environment.wait_to_report(report.delay_s)
     _print(report.text)
     if comm is not None:
         comm.abort(report.exit_code)

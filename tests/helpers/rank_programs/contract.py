@@ -8,7 +8,6 @@ and torch meet, as they do between hosts.
 from __future__ import annotations
 
 import sys
-import threading
 from unittest import mock
 
 from speechdp.comm import environment
@@ -19,6 +18,7 @@ from speechdp.comm.startup.world import check_world
 from tests.helpers.communicator_checks import CHECKS
 from tests.helpers.listening import is_let_in
 from tests.helpers.peer_checks import PEER_CHECKS, peers_and_groups_are_refused_with_the_remedy
+from tests.helpers.waiting import no_thread_left
 
 
 def main(comm: Communicator) -> None:
@@ -83,6 +83,6 @@ def _communicator() -> Communicator:
     return create_communicator(sys.argv[1])
 
 
-exit_code = guard(_communicator, main)
-left = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
-sys.exit(exit_code if not left else f"threads left: {left}")
+with no_thread_left():
+    exit_code = guard(_communicator, main)
+sys.exit(exit_code)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import threading
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -33,6 +32,7 @@ from speechdp.train.session import Session
 from tests.helpers.feeding import assert_same_batch
 from tests.helpers.finished_run import assert_equal_runs
 from tests.helpers.packet_checks import CHECKS
+from tests.helpers.waiting import no_thread_left
 
 OPTIONS = TrainOptions(
     ModelOptions(layers=1, cells=8, dropout=0.2),
@@ -82,6 +82,6 @@ def main(comm: Communicator) -> None:
         train(job, dataset, Path(sys.argv[4]))
 
 
-exit_code = guard(lambda: create_fed_job(sys.argv[1], int(sys.argv[2])), main)
-left = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
-sys.exit(exit_code if not left else f"threads left: {left}")
+with no_thread_left():
+    exit_code = guard(lambda: create_fed_job(sys.argv[1], int(sys.argv[2])), main)
+sys.exit(exit_code)

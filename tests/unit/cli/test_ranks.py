@@ -13,6 +13,7 @@ import torch
 
 from speechdp.cli import main
 from speechdp.cli.support import distributed, ranks
+from speechdp.comm import environment
 from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
@@ -174,7 +175,7 @@ def test_what_is_wrong_on_all_ranks_is_told_by_the_first(
         monkeypatch.setenv("OMPI_COMM_WORLD_RANK", rank)
         monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     waited: list[float] = []
-    monkeypatch.setattr(main.time, "sleep", waited.append)
+    monkeypatch.setattr(environment.time, "sleep", waited.append)
     assert main.run(["train", "DATA", "RUN", "--strategy", "nope"]) == 1
     assert waited == waits
     assert capsys.readouterr().err.startswith("speechdp: unknown strategy 'nope'; there are: ")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
 import torch
 
 from speechdp import exit_codes
+from speechdp.comm import environment
 from speechdp.comm.base import Communicator
 from speechdp.comm.environment import (
     Launch,
@@ -20,7 +22,7 @@ from speechdp.comm.environment import (
 )
 from speechdp.comm.network import interface_between, interface_of
 from speechdp.comm.serial import SerialCommunicator
-from speechdp.comm.startup import create
+from speechdp.comm.startup import create, failure
 from speechdp.comm.startup.create import choose_backend
 from speechdp.comm.startup.failure import guard
 from speechdp.comm.startup.world import check_devices, check_world
@@ -286,6 +288,35 @@ def test_a_failure_stays_one_in_the_8_bits_that_the_system_keeps(
     with pytest.raises(AbortedError, match=f"^{exit_code}$"):
         guard(OneOfTwo, lambda comm: sys.exit(code))
     assert capsys.readouterr().err.endswith(f": ended with exit code {code}\n")
+
+
+@pytest.mark.parametrize(
+    ("rank", "has_been_said", "waits"),
+    [
+        (0, False, []),
+        (1, False, [failure._OTHERS_DELAY_S]),
+        (0, True, [environment._ENDED_WITHIN_S]),
+        (1, True, [failure._OTHERS_DELAY_S, environment._ENDED_WITHIN_S]),
+    ],
+)
+def test_a_rank_waits_to_be_ended_where_another_has_said_why(
+    rank: int, has_been_said: bool, waits: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine mpirun ended it late, and the job said twice what was wrong."""
+    monkeypatch.setenv("PMIX_SERVER_TMPDIR", str(tmp_path))
+    if has_been_said:
+        environment.note_reported()
+    waited: list[float] = []
+    monkeypatch.setattr(environment.time, "sleep", waited.append)
+
+    def fail(comm: Communicator) -> None:
+        comm.rank = rank
+        raise ShardError("train-00000.h5 is truncated")
+
+    with pytest.raises(AbortedError):
+        guard(OneOfTwo, fail)
+    assert waited == waits
+    assert environment.has_reported()
 
 
 def test_ranks_of_one_host_talk_over_loopback() -> None:
