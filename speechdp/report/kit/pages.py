@@ -18,7 +18,7 @@ from rich.console import RenderableType
 
 from speechdp.errors import RunError, printable
 from speechdp.files import atomic_path, cannot_be_written, or_by_links, remove_left_over
-from speechdp.report.kit import theme
+from speechdp.report.kit import formatting, theme
 from speechdp.report.kit.answer import Answer
 from speechdp.report.kit.canvas import Canvas, dashes
 
@@ -200,10 +200,20 @@ def _figure(text: str) -> str:
     return " ".join(part.replace(" ", "\u00a0") for part in _BREAK.split(text))
 
 
+#: What belongs to the number before it: units, and nouns that are counted.
+_UNIT = (
+    r"(?:[mµ]?s|min|h|[kMGT]?B(?:/s)?|[MG]bit/s|k?Hz|dB|(?:frames|examples)/s|nats/frame|points?|times|steps?"
+    r"|epochs?|ranks?|cores?|seeds?)\b|%"
+)
+#: Where a sentence must not be broken: between a number, or its interval, and the unit, and inside an interval.
+_TOGETHER = re.compile(
+    rf"(?<=\d) (?={_UNIT})|(?<=\d\]) (?={_UNIT})|(?<=\d,) (?=[{formatting.MINUS}-]?[\d,.]+\])"
+)
+
+
 def _sentence(text: str) -> Markup:
-    """Return a sentence, escaped, that is not broken inside names of options or between numbers and units."""
-    together = re.sub(r"(?<=\d) (?=(%|ms|MB|ranks?|times)\b|%)", "\u00a0", text)
-    return _options(together)
+    """Return a sentence, escaped, that is not broken inside options and intervals or before units."""
+    return _options(_TOGETHER.sub("\u00a0", text))
 
 
 def _options(text: str) -> Markup:
