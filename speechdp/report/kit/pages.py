@@ -205,9 +205,12 @@ _UNIT = (
     r"(?:[mµ]?s|min|h|[kMGT]?B(?:/s)?|[MG]bit/s|k?Hz|dB|(?:frames|examples)/s|nats/frame|points?|times|steps?"
     r"|epochs?|ranks?|cores?|seeds?)\b|%"
 )
-#: Where a sentence must not be broken: between a number, or its interval, and the unit, and inside an interval.
+_NUMBERED = "|".join(rf"(?<=\b{noun})" for noun in ("epoch", "period", "rank", "seed", "step"))
+#: Where a sentence must not be broken: between a number, or its interval, and the unit; inside an interval;
+#: between a noun and its number.
 _TOGETHER = re.compile(
     rf"(?<=\d) (?={_UNIT})|(?<=\d\]) (?={_UNIT})|(?<=\d,) (?=[{formatting.MINUS}-]?[\d,.]+\])"
+    rf"|(?:{_NUMBERED}) (?=\d)"
 )
 
 

@@ -6,7 +6,13 @@ from collections.abc import Sequence
 
 from speechdp.counting import counted, epoch_text
 from speechdp.report.kit import formatting
-from speechdp.report.kit.choice import judged_otherwise, several_tasks, undecoded_caution, unlike_caution
+from speechdp.report.kit.choice import (
+    judged_otherwise,
+    no_better_than_guessing,
+    several_tasks,
+    undecoded_caution,
+    unlike_caution,
+)
 from speechdp.report.kit.metric_names import terms_of
 from speechdp.report.kit.scripts import several_versions, wrong_way
 from speechdp.report.runs.derived import RunFigures, finished_rows
@@ -27,6 +33,7 @@ def find_cautions(
         for row in rows
         if (lacks := row.run.without_lost_ranks)
     ]
+    notes += [no_better_than_guessing([(row.run, labels[row.run.name]) for row in comparable])]
     notes += [_sizes(comparable, labels), _unequal(comparable)]
     notes.append(_never_averaged(comparable, labels))
     notes += [_averaged(rows, labels), _improving(comparable, labels), _past_best(comparable, labels)]
@@ -36,7 +43,10 @@ def find_cautions(
     notes.append(several_versions([(row.run, labels[row.run.name]) for row in comparable]))
     if comparable and terms_of(row.run for row in rows).task.decodes:
         named = [labels[row.run.name] for row in comparable]
-        notes.append(unlike_caution(comparable, named) or undecoded_caution(comparable, named))
+        if len(rows) == 1 and comparable[0].word_errors is None:
+            notes.append("The run is not decoded, so its word error rate is not known.")
+        else:
+            notes.append(unlike_caution(comparable, named) or undecoded_caution(comparable, named))
     if len(comparable) > 1 and all(row.speedup is None for row in comparable):
         alone = any(run.size == 1 and run.timing is not None for run in runs)
         fitting = " of the same task, data and model size" if alone else ""
