@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
@@ -11,7 +10,6 @@ from speechdp.report.kit import formatting
 from speechdp.report.kit.metric_names import Terms, terms_of
 from speechdp.report.runs.derived import comparable_runs
 from speechdp.report.runs.results import RunResult, WordErrors
-from speechdp.tasks.metrics import LOG_PROB
 
 
 class Accuracy(Protocol):
@@ -179,26 +177,24 @@ def undecoded_caution(rows: Sequence[Accuracy], labels: Sequence[str]) -> str:
     return f"Not eligible, because not decoded: {', '.join(without)}." if without else ""
 
 
-def no_better_than_guessing(runs: Sequence[tuple[RunResult, str]]) -> str:
-    """Name the runs, each with its label, whose model learned nothing or diverged; "": there are none."""
-    named: list[str] = []
-    for run, label in runs:
-        classes = run.setting("num_classes")
-        if run.metric != LOG_PROB or not isinstance(classes, int) or classes < 2:
-            continue
-        final = run.final
-        if final is None or final.score is None or final.score >= -math.log(classes):
-            continue
-        terms = terms_of([run])
-        named.append(
-            f"{label} ({terms.number(final.score)}, guessing among its {classes:,} classes "
-            f"{terms.number(-math.log(classes))})"
-        )
-    if not named:
+def no_better_than_guessing(runs: Sequence[RunResult], labels: Mapping[str, str]) -> str:
+    """Name the runs whose model learned nothing or diverged; "": there are none.
+
+    Args:
+        labels: labels of runs, by name.
+    """
+    lost = [run for run in runs if run.is_guessing]
+    if not lost:
         return ""
+    terms = terms_of(lost)
+    named = ", ".join(
+        f"{labels[run.name]} ({terms.number(run.final.score)}, guessing {terms.number(run.guessing)})"
+        for run in lost
+        if run.final is not None
+    )
     return (
-        f"Held-out log-probability below that of guessing: {', '.join(named)}. Such a model has learned "
-        "nothing, or lost it again: try a lower --learning-rate."
+        f"Held-out log-probability below that of guessing among the classes: {named}. Such a model has "
+        "learned nothing, or lost it again: try a lower --learning-rate."
     )
 
 

@@ -15,7 +15,7 @@ from speechdp.report.kit.choice import (
 )
 from speechdp.report.kit.metric_names import terms_of
 from speechdp.report.kit.scripts import several_versions, wrong_way
-from speechdp.report.runs.derived import RunFigures, finished_rows
+from speechdp.report.runs.derived import RunFigures, finished_rows, learned
 from speechdp.tasks.metrics import LITTLE
 
 #: Relative difference in frames trained on above which a comparison of runs needs a caution.
@@ -33,7 +33,10 @@ def find_cautions(
         for row in rows
         if (lacks := row.run.without_lost_ranks)
     ]
-    notes += [no_better_than_guessing([(row.run, labels[row.run.name]) for row in comparable])]
+    judged = [row.run for row in comparable]
+    notes.append(no_better_than_guessing(judged, labels))
+    if len(learned(judged)) < len(judged):
+        notes[-1] += " The plots of this figure, and the target, leave it out."
     notes += [_sizes(comparable, labels), _unequal(comparable)]
     notes.append(_never_averaged(comparable, labels))
     notes += [_averaged(rows, labels), _improving(comparable, labels), _past_best(comparable, labels)]
@@ -160,9 +163,10 @@ def _averaged(rows: Sequence[RunFigures], labels: dict[str, str]) -> str:
 
 def _improving(comparable: Sequence[RunFigures], labels: dict[str, str]) -> str:
     """Name the runs that were still improving at the end; "" for a single run, which is not compared."""
+    compared = [row for row in comparable if not row.run.is_guessing] if len(comparable) > 1 else []
     gains = [
         (gain, row)
-        for row in (comparable if len(comparable) > 1 else ())
+        for row in compared
         if (gain := last_gain(row)) is not None and row.score is not None and gain > LITTLE * abs(row.score)
     ]
     if not gains:

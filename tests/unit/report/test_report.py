@@ -363,12 +363,17 @@ def test_a_model_that_is_no_better_than_guessing_is_called_so(tmp_path: Path) ->
         MadeUpRun("lost", period="16", final_log_prob=-13976803.8, settings={"num_classes": 60}),
         MadeUpRun("unknown", period="64", final_log_prob=-4.2),
     ]
-    (caution,) = (text for text in _answer(tmp_path, runs).cautions if "guessing" in text)
+    written = write_report(write_sweep(tmp_path / "sweep", runs))
+    (caution,) = (text for text in written.answer if "guessing" in text)
     assert caution == (
-        "Held-out log-probability below that of guessing: period 16 (\u221213,976,803.800, guessing among "
-        "its 60 classes \u22124.094). Such a model has learned nothing, or lost it again: try a lower "
-        "--learning-rate."
+        "Held-out log-probability below that of guessing among the classes: period 16 (\u221213,976,803.800, "
+        "guessing \u22124.094). Such a model has learned nothing, or lost it again: try a lower "
+        "--learning-rate. "
+        "The plots of this figure, and the target, leave it out."
     )
+    page = written.html.read_text()
+    assert "until \u22124.200\u00a0nats/frame" in page.replace("To target: ", "")
+    assert ">\u221210,000,000<" not in page and ">\u221213,976,803.800<" in page
 
 
 def test_the_shares_of_communication_are_put_together(tmp_path: Path) -> None:
