@@ -203,7 +203,8 @@ def _figure(text: str) -> str:
 #: What belongs to the number before it: units, and nouns that are counted.
 _UNIT = (
     r"(?:[mµ]?s|min|h|[kMGT]?B(?:/s)?|[MG]bit/s|k?Hz|dB|(?:frames|examples)/s|nats/frame|points?|times|steps?"
-    r"|epochs?|ranks?|cores?|seeds?)\b|%"
+    r"|epochs?|ranks?|cores?|seeds?|speakers?|utterances?|words?|errors?|substitutions?|deletions?|insertions?"
+    r")\b|%"
 )
 _NUMBERED = "|".join(rf"(?<=\b{noun})" for noun in ("epoch", "period", "rank", "seed", "step"))
 #: Where a sentence must not be broken: between a number, or its interval, and the unit; inside an interval;
