@@ -187,8 +187,8 @@ def _nested(value: Any) -> str:
 
 
 def _breakable(name: str) -> Markup:
-    """Return a name, escaped, that a narrow cell may break after underscores and dashes."""
-    return Markup(re.sub(r"([_-])", r"\1<wbr>", str(escape(name))))
+    """Return a name, escaped, that a narrow cell may break after underscores, dashes and equal signs."""
+    return Markup(re.sub(r"([_=-])", r"\1<wbr>", str(escape(name))))
 
 
 #: Where a narrow cell may break a figure: before its interval, deviation or remark, and between figures.
@@ -203,10 +203,10 @@ def _figure(text: str) -> str:
 #: What belongs to the number before it: units, and nouns that are counted.
 _UNIT = (
     r"(?:[mµ]?s|min|h|[kMGT]?B(?:/s)?|[MG]bit/s|k?Hz|dB|(?:frames|examples)/s|nats/frame|points?|times|steps?"
-    r"|epochs?|ranks?|cores?|seeds?|speakers?|utterances?|words?|errors?|substitutions?|deletions?|insertions?"
+    r"|epochs?|ranks?|cores?|seeds?|rounds?|settings?|speakers?|utterances?|words?|errors?|substitutions?|deletions?|insertions?"
     r")\b|%"
 )
-_NUMBERED = "|".join(rf"(?<=\b{noun})" for noun in ("epoch", "period", "rank", "seed", "step"))
+_NUMBERED = "|".join(rf"(?<=\b{noun})" for noun in ("epoch", "L1", "period", "rank", "seed", "step"))
 #: Where a sentence must not be broken: between a number, or its interval, and the unit; inside an interval;
 #: between a noun and its number.
 _TOGETHER = re.compile(

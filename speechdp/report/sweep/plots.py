@@ -18,6 +18,7 @@ from speechdp.report.kit.learning import (
     curve_points,
     learning_axes,
     lies_on,
+    mark_cut_off,
     seen_through,
     thinned,
 )
@@ -180,7 +181,7 @@ def draw_learning(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas, *, over_
         for x, y, evaluation in dotted:
             (dot,) = ax.plot([x], [y], "o", color=colour, markersize=3.6, zorder=4)
             canvas.tip(dot, _evaluation_tip(canvas.labels[row.run.name], evaluation, terms))
-    _mark_cut_off(ax, [y for _, points in curves for _, y, _ in points], terms)
+    mark_cut_off(ax, [y for _, points in curves for _, y, _ in points], terms)
     _label_ends(ax, curves, scale, canvas)
     terms.finish_axis(ax)
     return True
@@ -288,12 +289,6 @@ def focus_on_end(ax: Axes, curves: Sequence[Sequence[float]]) -> None:
     bottom = max(min(best - shown * 1.15, latest - 0.05 * shown), worst - 0.05 * shown)
     ax.set_ylim(bottom, best + 0.08 * shown)
     ax.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
-
-
-def _mark_cut_off(ax: Axes, heights: Sequence[float], terms: Terms) -> None:
-    """Note in the axis label on which side earlier evaluations lie outside of the plot, if any do."""
-    if min(heights) < ax.get_ylim()[0]:
-        ax.set_xlabel(f"{ax.get_xlabel()}\nearlier evaluations lie {'above' if terms.falls else 'below'}")
 
 
 def _label_ends(ax: Axes, curves: Sequence[tuple[RunFigures, Any]], scale: float, canvas: Canvas) -> None:

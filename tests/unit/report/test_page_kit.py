@@ -156,7 +156,7 @@ def test_options_are_not_broken_and_sentences_are_escaped() -> None:
         ("23,710 frames/s on 2 ranks", "23,710\u00a0frames/s on 2\u00a0ranks"),
         ("\u22120.16 nats/frame after 16 steps", "\u22120.16\u00a0nats/frame after 16\u00a0steps"),
         ("1.1 [\u22120.3, 1.17] times, 5 %.", "1.1 [\u22120.3,\u00a01.17]\u00a0times, 5\u00a0%."),
-        ("rank 3, from step 35", "rank\u00a03, from step\u00a035"),
+        ("rank 3, from step 35, L1 0.15", "rank\u00a03, from step\u00a035, L1\u00a00.15"),
         ("in 3 of 16 runs, 4, 8 and 2 stages", "in 3 of 16 runs, 4, 8 and 2 stages"),
     ],
 )
