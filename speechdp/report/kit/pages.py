@@ -187,8 +187,8 @@ def _nested(value: Any) -> str:
 
 
 def _breakable(name: str) -> Markup:
-    """Return a name, escaped, that a narrow cell may break after underscores, dashes and equal signs."""
-    return Markup(re.sub(r"([_=-])", r"\1<wbr>", str(escape(name))))
+    """Return a name, escaped, that a narrow cell may break after underscores, colons and dashes."""
+    return Markup(re.sub(r"([_:-])", r"\1<wbr>", str(escape(name))))
 
 
 #: Where a narrow cell may break a figure: before its interval, deviation or remark, and between figures.
