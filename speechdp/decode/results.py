@@ -130,7 +130,8 @@ class DecodingResult:
             return ""
         low, high = (f"{100 * rate:.1f}" for rate in self.of_new_speakers)
         return (
-            f"of other speakers, as these {len(self.speakers)} differ: WER {low} to {high} % (95 % interval)"
+            f"for other speakers, if they differ as these {len(self.speakers)} do: WER {low} to {high} % "
+            "(95 % interval)"
         )
 
     @property

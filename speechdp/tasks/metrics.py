@@ -86,7 +86,7 @@ class Metric:
 
     def number(self, value: float) -> str:
         """Write a recorded value without its unit."""
-        return f"{self.scale * value:.{self.decimals}f}"
+        return f"{self.scale * value:,.{self.decimals}f}"
 
     def with_unit(self, value: float) -> str:
         """Write a recorded value: `-0.407 nats/frame`, `L1 0.1233 per frame`."""

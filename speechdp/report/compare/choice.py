@@ -25,6 +25,7 @@ from speechdp.report.kit.certainty import seeds_text
 from speechdp.report.kit.choice import (
     accurate_enough,
     eligible_rows,
+    no_better_than_guessing,
     several_tasks,
     splits_of,
     undecoded_caution,
@@ -280,7 +281,10 @@ def _cautions(groups: Sequence[Group]) -> tuple[str, ...]:
     notes.append(without_seed(group.results for group in groups))
     notes.append(wrong_way([run for group in groups for run in group.results]))
     titled = [(run.result, run.record.planned.title) for group in groups for run in group.finished]
-    notes.append(several_versions([(result, title) for result, title in titled if result is not None]))
+    judged = [(result, title) for result, title in titled if result is not None]
+    notes.append(several_versions(judged))
+    titles = {result.name: title for result, title in judged}
+    notes.append(no_better_than_guessing([result for result, _ in judged], titles))
     for group in groups:
         notes += _of_single_runs(group)
     if any(group.failures and group.figures and group.ranks > 1 for group in groups):

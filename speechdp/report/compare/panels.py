@@ -16,7 +16,15 @@ from speechdp.report.compare.table import group_terms
 from speechdp.report.kit import formatting
 from speechdp.report.kit.canvas import MOST_DOTS, Canvas, dashes, even_numbers, named_canvas, style_axes
 from speechdp.report.kit.formatting import ONE_RANK_LABEL
-from speechdp.report.kit.learning import HIDDEN, curve_points, learning_axes, lies_on, seen_through, thinned
+from speechdp.report.kit.learning import (
+    HIDDEN,
+    curve_points,
+    learning_axes,
+    lies_on,
+    mark_cut_off,
+    seen_through,
+    thinned,
+)
 from speechdp.report.kit.periods import PeriodCurve, draw_periods, period_units
 from speechdp.report.kit.speeds import any_raced, ranked, ratio_text
 from speechdp.report.kit.svg import Panel
@@ -85,8 +93,8 @@ def plots_note(groups: Sequence[Group]) -> str:
         sentences.append("The line through a dot is the 95 % interval of its speed.")
     if any(dashes(group.label, canvas) for group in shown if group.ranks > 1):
         sentences.append("Strategies with dashed curves have hollow dots.")
-    sentences.append("An arrow marks a strategy outside of the plotted range.")
-    sentences.append("Where two curves have the same values, the one on top is dashed.")
+    sentences.append("A strategy outside of the plotted range is marked by an arrow.")
+    sentences.append("Of two curves with the same values, the one on top is dashed.")
     if len({group.ranks for group in shown if group.ranks > 1}) > 1:
         sentences.append("All learning curves of a row share one vertical range; the rest is cut off.")
     return " ".join(sentences)
@@ -103,6 +111,10 @@ def _panel(
     return Panel(
         f"{kind}-{ranks}", f"{name}: {title}", SIZE, lambda ax, canvas: draw(ax, groups, ranks, canvas)
     )
+
+
+#: Least width of an axis of ratios: smaller differences do not matter, and need ticks of many digits.
+_LEAST_RATIOS = 0.1
 
 
 def draw_speed(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas) -> bool:
@@ -136,6 +148,10 @@ def draw_speed(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas) ->
     speed = "times the baseline, by the race" if raced else f"{terms.amount}/s"
     ax.set_xlabel(speed)
     ax.margins(x=0.12, y=0.14)
+    if raced:
+        (left, right), least = ax.get_xlim(), 0.5 * _LEAST_RATIOS
+        middle = 0.5 * (left + right)
+        ax.set_xlim(min(left, middle - least), max(right, middle + least))
     _limit(ax, [[(0.0, y)] for g in shown if g.scores for y in g.scores.values])
     _draw_reference(ax, groups, canvas)
     _reach_for_what_is_near(ax, [group.scores.mean for group in shown if group.scores])
@@ -230,6 +246,7 @@ def draw_learning(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas,
         hidden = sum(lies_on(mean, other, nearest) for other in drawn)
         _draw_group(ax, group, curves[id(group)], scale, canvas, hidden=hidden)
         drawn.append(mean)
+    mark_cut_off(ax, [y for mean in drawn if mean[-1][1] >= low for _, y in mean], terms)
     terms.finish_axis(ax)
     return True
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from speechdp.counting import counted
 from speechdp.decode.wer import AlignedWord, ErrorKind
 
 
@@ -31,6 +32,11 @@ class AlignedUtterance:
     def num_errors(self) -> int:
         """Number of words substituted, deleted or inserted."""
         return sum(word.error is not None for word in self.words)
+
+    @property
+    def counts(self) -> str:
+        """The numbers of errors and of reference words: `2 errors in 13 words`."""
+        return f"{counted(self.num_errors, 'error')} in {counted(self.num_said, 'word')}"
 
     def count(self, error: ErrorKind) -> int:
         """Return the number of errors of one kind."""

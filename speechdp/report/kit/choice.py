@@ -177,6 +177,27 @@ def undecoded_caution(rows: Sequence[Accuracy], labels: Sequence[str]) -> str:
     return f"Not eligible, because not decoded: {', '.join(without)}." if without else ""
 
 
+def no_better_than_guessing(runs: Sequence[RunResult], labels: Mapping[str, str]) -> str:
+    """Name the runs whose model learned nothing or diverged; "": there are none.
+
+    Args:
+        labels: labels of runs, by name.
+    """
+    lost = [run for run in runs if run.is_guessing]
+    if not lost:
+        return ""
+    terms = terms_of(lost)
+    named = ", ".join(
+        f"{labels[run.name]} ({terms.number(run.final.score)}, guessing {terms.number(run.guessing)})"
+        for run in lost
+        if run.final is not None
+    )
+    return (
+        f"Held-out log-probability below that of guessing among the classes: {named}. Such a model has "
+        "learned nothing, or lost it again: try a lower --learning-rate."
+    )
+
+
 def several_tasks(runs: Sequence[RunResult]) -> str:
     """State which runs are not compared because they have another task; "": all have the same."""
     terms = terms_of(runs)

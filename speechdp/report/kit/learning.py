@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -85,3 +86,9 @@ def learning_axes(
     ax.set_xlabel(f"{what} ({unit})")
     ax.set_xlim(0, longest / scale * 1.02)
     return scale
+
+
+def mark_cut_off(ax: Axes, heights: Sequence[float], terms: Terms) -> None:
+    """Note in the axis label on which side earlier evaluations lie outside of the plot, if any do."""
+    if min(heights, default=math.inf) < ax.get_ylim()[0]:
+        ax.set_xlabel(f"{ax.get_xlabel()}\nearlier evaluations lie {'above' if terms.falls else 'below'}")

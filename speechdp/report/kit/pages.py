@@ -18,7 +18,7 @@ from rich.console import RenderableType
 
 from speechdp.errors import RunError, printable
 from speechdp.files import atomic_path, cannot_be_written, or_by_links, remove_left_over
-from speechdp.report.kit import theme
+from speechdp.report.kit import formatting, theme
 from speechdp.report.kit.answer import Answer
 from speechdp.report.kit.canvas import Canvas, dashes
 
@@ -187,8 +187,8 @@ def _nested(value: Any) -> str:
 
 
 def _breakable(name: str) -> Markup:
-    """Return a name, escaped, that a narrow cell may break after underscores and dashes."""
-    return Markup(re.sub(r"([_-])", r"\1<wbr>", str(escape(name))))
+    """Return a name, escaped, that a narrow cell may break after underscores, colons and dashes."""
+    return Markup(re.sub(r"([_:-])", r"\1<wbr>", str(escape(name))))
 
 
 #: Where a narrow cell may break a figure: before its interval, deviation or remark, and between figures.
@@ -200,10 +200,24 @@ def _figure(text: str) -> str:
     return " ".join(part.replace(" ", "\u00a0") for part in _BREAK.split(text))
 
 
+#: What belongs to the number before it: units, and nouns that are counted.
+_UNIT = (
+    r"(?:[mµ]?s|min|h|[kMGT]?B(?:/s)?|[MG]bit/s|k?Hz|dB|(?:frames|examples)/s|nats/frame|points?|times|steps?"
+    r"|epochs?|ranks?|cores?|seeds?|rounds?|settings?|speakers?|utterances?|words?|errors?|substitutions?|deletions?|insertions?"
+    r")\b|%"
+)
+_NUMBERED = "|".join(rf"(?<=\b{noun})" for noun in ("epoch", "L1", "period", "rank", "seed", "step"))
+#: Where a sentence must not be broken: between a number, or its interval, and the unit; inside an interval;
+#: between a noun and its number.
+_TOGETHER = re.compile(
+    rf"(?<=\d) (?={_UNIT})|(?<=\d\]) (?={_UNIT})|(?<=\d,) (?=[{formatting.MINUS}-]?[\d,.]+\])"
+    rf"|(?:{_NUMBERED}) (?=\d)"
+)
+
+
 def _sentence(text: str) -> Markup:
-    """Return a sentence, escaped, that is not broken inside names of options or between numbers and units."""
-    together = re.sub(r"(?<=\d) (?=(%|ms|MB|ranks?|times)\b|%)", "\u00a0", text)
-    return _options(together)
+    """Return a sentence, escaped, that is not broken inside options and intervals or before units."""
+    return _options(_TOGETHER.sub("\u00a0", text))
 
 
 def _options(text: str) -> Markup:

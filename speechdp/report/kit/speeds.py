@@ -90,7 +90,8 @@ def _is_faster(one: Row, other: Row, of_runs: Callable[[Row], float], among: int
     if one.raced is None or other.raced is None:
         return of_runs(one) > of_runs(other)
     if not _has_interval(one):
-        return one.raced.over(other.raced).ratio > 1
+        # Without an interval, a ratio that is written as 1.00 shows nothing.
+        return round(one.raced.over(other.raced).ratio, 2) > 1
     return one.raced.is_faster_than(other.raced, among)
 
 

@@ -217,9 +217,14 @@ def best_score(evaluations: Sequence[Evaluation]) -> float | None:
     return max((e.score for e in evaluations if e.score is not None), default=None)
 
 
+def learned(runs: Sequence[RunResult]) -> list[RunResult]:
+    """Return the runs whose model is better than guessing; all if none is."""
+    return [run for run in runs if not run.is_guessing] or list(runs)
+
+
 def target_of_all(runs: Sequence[RunResult]) -> float | None:
-    """Return the lowest of the best scores of the comparable runs, which all of them reached."""
-    best = [best_score(run.evaluations) for run in comparable_runs(runs).runs]
+    """Return the lowest of the best scores of the comparable runs that learned, which all of them reached."""
+    best = [best_score(run.evaluations) for run in learned(comparable_runs(runs).runs)]
     return min((value for value in best if value is not None), default=None)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from speechdp.extensions import split_options
 from speechdp.parallel.period import Period
 from speechdp.report.runs.records import words
 from speechdp.report.runs.samples import Samples
-from speechdp.tasks.metrics import Metric, TaskRecord, task_record
+from speechdp.tasks.metrics import LOG_PROB, Metric, TaskRecord, task_record
 
 #: Name of a sweep's run that measures the throughput of one rank.
 ONE_RANK = "one-rank"
@@ -390,6 +391,20 @@ class RunResult:
     def final(self) -> Evaluation | None:
         """The evaluation of the run's final model; None: it was not evaluated."""
         return self.last if self.mean is None else self.mean.evaluation
+
+    @property
+    def guessing(self) -> float | None:
+        """The log-probability of guessing among its classes; None: its metric is another, or unknown."""
+        classes = self.setting("num_classes")
+        if self.metric.key != LOG_PROB.key or not isinstance(classes, int) or classes < 2:
+            return None
+        return -math.log(classes)
+
+    @property
+    def is_guessing(self) -> bool:
+        """Whether its final model is no better than guessing: it learned nothing, or has diverged."""
+        score = self.final.score if self.final is not None else None
+        return score is not None and self.guessing is not None and score < self.guessing
 
     @property
     def is_mean_worse(self) -> bool:

@@ -6,10 +6,16 @@ from collections.abc import Sequence
 
 from speechdp.counting import counted, epoch_text
 from speechdp.report.kit import formatting
-from speechdp.report.kit.choice import judged_otherwise, several_tasks, undecoded_caution, unlike_caution
+from speechdp.report.kit.choice import (
+    judged_otherwise,
+    no_better_than_guessing,
+    several_tasks,
+    undecoded_caution,
+    unlike_caution,
+)
 from speechdp.report.kit.metric_names import terms_of
 from speechdp.report.kit.scripts import several_versions, wrong_way
-from speechdp.report.runs.derived import RunFigures, finished_rows
+from speechdp.report.runs.derived import RunFigures, finished_rows, learned
 from speechdp.tasks.metrics import LITTLE
 
 #: Relative difference in frames trained on above which a comparison of runs needs a caution.
@@ -27,6 +33,10 @@ def find_cautions(
         for row in rows
         if (lacks := row.run.without_lost_ranks)
     ]
+    judged = [row.run for row in comparable]
+    notes.append(no_better_than_guessing(judged, labels))
+    if len(learned(judged)) < len(judged):
+        notes[-1] += " The plots of this figure, and the target, leave it out."
     notes += [_sizes(comparable, labels), _unequal(comparable)]
     notes.append(_never_averaged(comparable, labels))
     notes += [_averaged(rows, labels), _improving(comparable, labels), _past_best(comparable, labels)]
@@ -36,7 +46,10 @@ def find_cautions(
     notes.append(several_versions([(row.run, labels[row.run.name]) for row in comparable]))
     if comparable and terms_of(row.run for row in rows).task.decodes:
         named = [labels[row.run.name] for row in comparable]
-        notes.append(unlike_caution(comparable, named) or undecoded_caution(comparable, named))
+        if len(rows) == 1 and comparable[0].word_errors is None:
+            notes.append("The run is not decoded, so its word error rate is not known.")
+        else:
+            notes.append(unlike_caution(comparable, named) or undecoded_caution(comparable, named))
     if len(comparable) > 1 and all(row.speedup is None for row in comparable):
         alone = any(run.size == 1 and run.timing is not None for run in runs)
         fitting = " of the same task, data and model size" if alone else ""
@@ -150,9 +163,10 @@ def _averaged(rows: Sequence[RunFigures], labels: dict[str, str]) -> str:
 
 def _improving(comparable: Sequence[RunFigures], labels: dict[str, str]) -> str:
     """Name the runs that were still improving at the end; "" for a single run, which is not compared."""
+    compared = [row for row in comparable if not row.run.is_guessing] if len(comparable) > 1 else []
     gains = [
         (gain, row)
-        for row in (comparable if len(comparable) > 1 else ())
+        for row in compared
         if (gain := last_gain(row)) is not None and row.score is not None and gain > LITTLE * abs(row.score)
     ]
     if not gains:

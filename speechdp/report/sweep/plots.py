@@ -18,12 +18,13 @@ from speechdp.report.kit.learning import (
     curve_points,
     learning_axes,
     lies_on,
+    mark_cut_off,
     seen_through,
     thinned,
 )
 from speechdp.report.kit.metric_names import Terms, terms_of
 from speechdp.report.kit.speeds import any_raced
-from speechdp.report.runs.derived import RunFigures
+from speechdp.report.runs.derived import RunFigures, learned
 from speechdp.report.runs.results import Evaluation
 
 
@@ -79,16 +80,24 @@ def throughput_measure(rows: Sequence[RunFigures]) -> PlotMeasure:
 
 
 def score_measure(rows: Sequence[RunFigures]) -> PlotMeasure:
-    """Return the held-out score in the terms of the runs' task; runs of another task have no value."""
+    """Return the held-out score in the terms of the runs' task; rows that `_of_task` leaves out have none."""
     terms = terms_of(row.run for row in rows)
+    drawn = {row.run.name for row in _of_task(rows, terms)}
     return PlotMeasure(
         formatting.capital(terms.metric.name),
         terms.metric.unit,
-        lambda row: row.score if row.run.metric.key == terms.metric.key else None,
+        lambda row: row.score if row.run.name in drawn else None,
         lambda row: terms.number(row.score),
         from_zero=False,
         terms=terms,
     )
+
+
+def _of_task(rows: Sequence[RunFigures], terms: Terms) -> list[RunFigures]:
+    """Return the rows of a task, without those no better than guessing: their scores would fill the plot."""
+    of_task = [row for row in rows if row.run.metric.key == terms.metric.key]
+    names = {run.name for run in learned([row.run for row in of_task])}
+    return [row for row in of_task if row.run.name in names]
 
 
 def draw_by_period(ax: Axes, rows: Sequence[RunFigures], measure: PlotMeasure, canvas: Canvas) -> bool:
@@ -150,8 +159,7 @@ def draw_learning(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas, *, over_
         False, with nothing drawn, if no run has an evaluation.
     """
     terms = terms_of(row.run for row in rows)
-    of_task = [row for row in rows if row.run.metric.key == terms.metric.key]
-    curves = [(row, curve_points(row.run.evaluations, over_time)) for row in of_task]
+    curves = [(row, curve_points(row.run.evaluations, over_time)) for row in _of_task(rows, terms)]
     curves = [(row, thinned(points)) for row, points in curves if points]
     if not curves:
         return False
@@ -173,7 +181,7 @@ def draw_learning(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas, *, over_
         for x, y, evaluation in dotted:
             (dot,) = ax.plot([x], [y], "o", color=colour, markersize=3.6, zorder=4)
             canvas.tip(dot, _evaluation_tip(canvas.labels[row.run.name], evaluation, terms))
-    _mark_cut_off(ax, [y for _, points in curves for _, y, _ in points], terms)
+    mark_cut_off(ax, [y for _, points in curves for _, y, _ in points], terms)
     _label_ends(ax, curves, scale, canvas)
     terms.finish_axis(ax)
     return True
@@ -281,12 +289,6 @@ def focus_on_end(ax: Axes, curves: Sequence[Sequence[float]]) -> None:
     bottom = max(min(best - shown * 1.15, latest - 0.05 * shown), worst - 0.05 * shown)
     ax.set_ylim(bottom, best + 0.08 * shown)
     ax.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
-
-
-def _mark_cut_off(ax: Axes, heights: Sequence[float], terms: Terms) -> None:
-    """Note in the axis label on which side earlier evaluations lie outside of the plot, if any do."""
-    if min(heights) < ax.get_ylim()[0]:
-        ax.set_xlabel(f"{ax.get_xlabel()}\nearlier evaluations lie {'above' if terms.falls else 'below'}")
 
 
 def _label_ends(ax: Axes, curves: Sequence[tuple[RunFigures, Any]], scale: float, canvas: Canvas) -> None:

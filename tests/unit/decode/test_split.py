@@ -108,7 +108,7 @@ def test_what_other_speakers_may_expect_is_recorded_where_each_word_has_a_speake
     assert (result.wer.wer, len(result.speakers)) == (0.25, 4)
     low, high = json.loads((tmp_path / "run" / "wer-test.json").read_text())["wer_of_new_speakers"]
     assert 0 < low < result.wer.wer_low + 0.1 and result.wer.wer_high < high <= 1
-    assert f"as these 4 differ: WER {100 * low:.1f} to {100 * high:.1f} %" in result.speakers_remark
+    assert f"as these 4 do: WER {100 * low:.1f} to {100 * high:.1f} %" in result.speakers_remark
 
     said.append(Spoken("e", "three", "three", speaker="unknown"))
     assert not decode(write_dataset(tmp_path / "more", [said]), tmp_path / "other").speakers_remark

@@ -348,10 +348,8 @@ def test_word_error_rates_are_told_apart_by_their_difference_on_the_same_utteran
     # The lowest less itself is no chance.
     assert [float(lines["b"][f"wer_over_lowest{end}"]) for end in ("", "_low", "_high")] == [0, 0, 0]
     assert ">0.0</td>" in report.html.read_text()
-    page = report.html.read_text()
-    assert (
-        "WER over lowest: above the lowest on as many ranks [95\u00a0% interval of the difference]." in page
-    )
+    page = report.html.read_text().replace("\u00a0", " ")
+    assert "WER over lowest: above the lowest on as many ranks [95 % interval of the difference]." in page
     # Who cannot point at a heading reads it.
     assert f"<dt>WER over lowest, points</dt><dd>{OVER_LOWEST.meaning}</dd>" in page
 
@@ -374,6 +372,16 @@ def test_a_run_whose_metrics_are_gone_is_not_said_to_end_without_a_number(tmp_pa
         text for text in choose(list(_groups(out).values())).cautions if "strategies of which all" in text
     )
     assert f"it has no held-out log-probability (metrics.jsonl: missing; delete {run} and repeat" in note
+
+
+def test_a_strategy_that_is_no_better_than_guessing_is_named(tmp_path: Path) -> None:
+    strategies = [MadeUpStrategy("a"), MadeUpStrategy("b", log_prob=-9.0)]
+    out = write_comparison(tmp_path / "out", strategies, (2,), modes=("frames",), seeds=(1,))
+    for path in out.glob("*/run.json"):
+        path.write_text(json.dumps({**json.loads(path.read_text()), "num_classes": 60}))
+    (note,) = [text for text in choose(list(_groups(out).values())).cautions if "guessing" in text]
+    assert "below that of guessing among the classes: equal frames, " in note
+    assert "b, seed 1 (" in note and "a, seed 1 (" not in note and "guessing \u22124.094)" in note
 
 
 def test_it_says_that_final_models_are_means_and_how_many_are_worse_than_the_last(tmp_path: Path) -> None:

@@ -144,10 +144,10 @@ def test_page_table_and_csv_show_the_data_path(tmp_path: Path) -> None:
         MadeUpRun("old", period="64"),
     ]
     report = write_report(write_sweep(tmp_path / "sweep", runs))
-    page = report.html.read_text()
+    page = report.html.read_text().replace("\u00a0", " ")
     assert "<h2>Data path</h2>" in page
     assert PageReader(page).tags.count("svg") == 7
-    assert "Feeders: rank 2 on node-b 50\u00a0% busy." in page
+    assert "Feeders: rank 2 on node-b 50 % busy." in page
     assert "could deliver about 100,000 frames/s, estimated from its slowest stage (preprocessing)" in page
     rows = {row["run"]: row for row in csv.DictReader(io.StringIO(report.csv.read_text()))}
     own = rows["own"]

@@ -27,7 +27,7 @@ from speechdp.report.decoding.mistakes import (
 from speechdp.report.decoding.page import write_decoding_page
 from speechdp.report.kit.pages import WrittenReport
 from tests.helpers.decodings import RATE, Heard, data_of, decoding_of
-from tests.helpers.page_reader import PageReader
+from tests.helpers.page_reader import PageReader, words_of
 
 SCRIPT = "<script>alert('x')<!--&\"[bold red]"
 
@@ -73,6 +73,8 @@ def test_page_csv_and_table(tmp_path: Path) -> None:
     assert page.index("b-2") < page.index("b-3") < page.index("a-1")
     assert "b-1" not in page  # it has no error
     assert "***" in page and 'class="pair insertion" title="insertion"' in page
+    assert "2\u00a0errors in 1\u00a0word</small>" in page
+    assert "spoken recognised spoken substituted deleted *** *** inserted" in words_of(report.html)
     assert "not audio" in page and "<audio" not in page
     with report.csv.open(newline="", encoding="utf-8") as file:
         rows = {row["utterance"]: row for row in csv.DictReader(file)}
@@ -94,7 +96,8 @@ def test_page_and_terminal_say_what_other_speakers_may_expect(
     result, data = decoding_of(heard, run_dir), data_of(heard, tmp_path / "data", audio=False)
     answer = write_decoding_page(result, data, run_dir).answer
     (line,) = [line for line in answer if "other speakers" in line]
-    assert line.startswith("Of other speakers, as these 3 differ: WER ") and "95 % interval" in line
+    assert line.startswith("For other speakers, if they differ as these 3 do: WER ")
+    assert "95 % interval" in line
     DecodeCommand(run_dir, data.path)._show(result, data)
     assert f"{line[0].lower()}{line[1:-1]}\n" in capsys.readouterr().out
 

@@ -149,6 +149,21 @@ def test_options_are_not_broken_and_sentences_are_escaped() -> None:
     assert f"Repeat it with {whole('--seeds')} 1,2 {whole('(--race')} 24), not &lt;b&gt; or a--b." in page
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("It took 6 min 05 s, 2.5 GB.", "It took 6\u00a0min 05\u00a0s, 2.5\u00a0GB."),
+        ("23,710 frames/s on 2 ranks", "23,710\u00a0frames/s on 2\u00a0ranks"),
+        ("\u22120.16 nats/frame after 16 steps", "\u22120.16\u00a0nats/frame after 16\u00a0steps"),
+        ("1.1 [\u22120.3, 1.17] times, 5 %.", "1.1 [\u22120.3,\u00a01.17]\u00a0times, 5\u00a0%."),
+        ("rank 3, from step 35, L1 0.15", "rank\u00a03, from step\u00a035, L1\u00a00.15"),
+        ("in 3 of 16 runs, 4, 8 and 2 stages", "in 3 of 16 runs, 4, 8 and 2 stages"),
+    ],
+)
+def test_a_sentence_is_not_broken_before_a_unit_nor_inside_an_interval(text: str, shown: str) -> None:
+    assert f">{shown}</p>" in page_of(text, "1")
+
+
 def test_lines_of_a_family_have_one_colour_and_strokes_of_their_own() -> None:
     names = [f"{family} {member}" for family in "ab" for member in range(6)]
     canvas = named_canvas(names, PAGE, {name: name[0] for name in names})

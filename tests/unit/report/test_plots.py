@@ -16,6 +16,7 @@ from speechdp.report.compare.panels import make_canvas as compare_canvas
 from speechdp.report.kit.canvas import even_numbers
 from speechdp.report.kit.theme import PRINT
 from tests.helpers.comparisons import MadeUpStrategy, write_comparison
+from tests.helpers.races import made_up_race, write_made_up_race
 
 
 def test_a_home_without_room_for_matplotlib_s_cache_is_not_complained_of(tmp_path: Path) -> None:
@@ -67,6 +68,32 @@ def test_dots_are_whole_where_one_rank_is_far_away(tmp_path: Path) -> None:
     assert draw_speed(ax, groups, 2, compare_canvas(groups, PRINT))
     low, high = ax.get_ylim()
     assert all(min(score - low, high - score) > 0.04 * (high - low) for score in (*scores, one_rank))
+
+
+def test_settings_as_fast_as_each_other_are_not_drawn_apart(tmp_path: Path) -> None:
+    names = ("a", "b")
+    out = write_comparison(
+        tmp_path / "out", [MadeUpStrategy(name) for name in names], (2,), (1,), ("frames",)
+    )
+    speeds = {"a": 1.0, "b": 1.0002}
+    write_made_up_race(
+        out, made_up_race(speeds, noise=0.0, rounds=2, strategies={name: name for name in names})
+    )
+    groups = make_groups(read_comparison(out), None)
+    ax = Figure().add_subplot()
+    assert draw_speed(ax, groups, 2, compare_canvas(groups, PRINT))
+    left, right = ax.get_xlim()
+    assert left < 1 < right and right - left > 0.09
+
+
+def test_a_comparison_s_curve_whose_beginning_is_cut_off_says_so(tmp_path: Path) -> None:
+    out = write_comparison(
+        tmp_path / "out", [MadeUpStrategy("a"), MadeUpStrategy("b")], (2,), (1,), ("frames",)
+    )
+    groups = make_groups(read_comparison(out), None)
+    ax = Figure().add_subplot()
+    assert draw_compared(ax, groups, 2, compare_canvas(groups, PRINT), over_time=False)
+    assert ax.get_xlabel().endswith("\nearlier evaluations lie below")
 
 
 def test_ticks_of_an_axis_are_written_alike_and_differ() -> None:

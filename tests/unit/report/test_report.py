@@ -350,6 +350,32 @@ def test_of_a_single_unfinished_run_it_is_said_what_it_is(tmp_path: Path) -> Non
     assert answer.sentences == ("gone is missing.",)
 
 
+def test_of_a_single_run_that_is_not_decoded_no_choice_is_spoken_of(tmp_path: Path) -> None:
+    run = write_run(MadeUpRun("alone", wer=None), tmp_path)
+    cautions = find_answer([run_figures(read_run(run), None, None)]).cautions
+    assert cautions == ("The run is not decoded, so its word error rate is not known.",)
+
+
+def test_a_model_that_is_no_better_than_guessing_is_called_so(tmp_path: Path) -> None:
+    runs = [
+        MadeUpRun("fine", period="1", settings={"num_classes": 60}),
+        MadeUpRun("near", period="4", final_log_prob=-4.09, settings={"num_classes": 60}),
+        MadeUpRun("lost", period="16", final_log_prob=-13976803.8, settings={"num_classes": 60}),
+        MadeUpRun("unknown", period="64", final_log_prob=-4.2),
+    ]
+    written = write_report(write_sweep(tmp_path / "sweep", runs))
+    (caution,) = (text for text in written.answer if "guessing" in text)
+    assert caution == (
+        "Held-out log-probability below that of guessing among the classes: period 16 (\u221213,976,803.800, "
+        "guessing \u22124.094). Such a model has learned nothing, or lost it again: try a lower "
+        "--learning-rate. "
+        "The plots of this figure, and the target, leave it out."
+    )
+    page = written.html.read_text()
+    assert "until \u22124.200\u00a0nats/frame" in page.replace("To target: ", "")
+    assert ">\u221210,000,000<" not in page and ">\u221213,976,803.800<" in page
+
+
 def test_the_shares_of_communication_are_put_together(tmp_path: Path) -> None:
     late = MadeUpRun("a", spans=(0, 0, 0.3, 0.3, 0.33, 0.07), rank_spans={1: (0, 0, 0.4, 0.5, 0.03, 0.07)})
     limit = _answer(tmp_path, [late]).limit.replace("\u00a0", " ")
