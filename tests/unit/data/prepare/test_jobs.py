@@ -34,6 +34,8 @@ class _Job:
             raise IndexError(self.fate)
         if self.fate == "disk":
             raise OSError(errno.ENOSPC, "No space left on device", "there")
+        if self.fate == "is silent":  # in one long utterance
+            time.sleep(5000)
         while self.fate == "never ends":
             advance()
             time.sleep(0.01)
@@ -64,6 +66,7 @@ def test_little_is_done_in_this_process() -> None:
     assert run_jobs([_Job(Path("a"))], "testing", None, lambda *_: None) == [("a", os.getpid())]
 
 
+@pytest.mark.parametrize("other", ["never ends", "is silent"])
 @pytest.mark.parametrize(
     ("fate", "error", "message"),
     [
@@ -74,9 +77,9 @@ def test_little_is_done_in_this_process() -> None:
     ],
 )
 def test_what_a_job_raises_is_raised_here_and_ends_the_others(
-    fate: str, error: type[SpeechDPError | OSError], message: str
+    fate: str, error: type[SpeechDPError | OSError], message: str, other: str
 ) -> None:
-    jobs = [_Job(Path("a"), "never ends"), _Job(Path("b"), fate), _Job(Path("c"))]
+    jobs = [_Job(Path("a"), other), _Job(Path("b"), fate), _Job(Path("c"))]
     with pytest.raises(error, match=message):
         run_jobs(jobs, "testing", 2, lambda *_: None, always_apart=True)
 
