@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import closing, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -96,10 +96,11 @@ def _run_apart(
     waiting = enumerate(jobs)  # processes that share this iterator take jobs from it in turn
     shares = [iter([numbered]) for numbered in waiting] if one_each else [waiting] * num_workers
     with ThreadPoolExecutor(num_workers) as threads:
-        futures = [
-            threads.submit(_run_in_process, share, results, stage, advance, running) for share in shares
-        ]
+        futures: list[Future[None]] = []
         try:
+            futures.extend(
+                threads.submit(_run_in_process, share, results, stage, advance, running) for share in shares
+            )
             for future in as_completed(futures):
                 future.result()  # raises the job's exception
             return [results[number] for number in range(len(jobs))]
