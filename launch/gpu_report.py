@@ -244,15 +244,20 @@ def _wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
     try:
         return process.wait(limit_s)
     except subprocess.TimeoutExpired:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
-                os.killpg(process.pid, number)
-            try:
-                process.wait(_GRACE_S)
-                break
-            except subprocess.TimeoutExpired:
-                continue
         return None
+    finally:  # also after Ctrl-C, which does not reach a session of its own
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process that still runs, and all that it has started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_S)
 
 
 def _read(path: Path) -> str:

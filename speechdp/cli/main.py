@@ -214,15 +214,15 @@ def main() -> None:
     use_utf8()
     keep_standard_streams()
     launch = announced()
-    if sys.argv[1:2] == ["launch"]:  # which heeds warnings, once it can tell ranks and batch system of them
-        end_by_exception((signal.SIGTERM, signal.SIGHUP))
-    elif launch is None or launch.size == 1:
-        end_by_exception()
-    elif is_ended_by_mpirun():
-        end_by_exception((signal.SIGTERM, *WARNINGS))
-    else:  # by others the launcher ends its ranks, and tells of it
-        end_by_exception(WARNINGS)
-    try:
+    try:  # from here on, signals raise
+        if sys.argv[1:2] == ["launch"]:  # which heeds warnings once it can tell ranks and batch system
+            end_by_exception((signal.SIGTERM, signal.SIGHUP))
+        elif launch is None or launch.size == 1:
+            end_by_exception()
+        elif is_ended_by_mpirun():
+            end_by_exception((signal.SIGTERM, *WARNINGS))
+        else:  # by others the launcher ends its ranks, and tells of it
+            end_by_exception(WARNINGS)
         interrupts_raise()
         try:
             exit_code = run(sys.argv[1:])

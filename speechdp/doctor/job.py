@@ -101,9 +101,9 @@ def run_probe(
         threading.Thread(target=_read, args=(name, stream, lines), daemon=True)
         for name, stream in (("out", process.stdout), ("err", process.stderr))
     ]
-    for reader in readers:
-        reader.start()
     try:
+        for reader in readers:
+            reader.start()
         if _read_output(job, lines, limit_s):
             job.exit_code = process.wait(_MARGIN_S)
     except subprocess.TimeoutExpired:

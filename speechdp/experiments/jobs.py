@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import signal
@@ -78,7 +79,7 @@ class JobStarter:
             num_ranks: number of ranks.  On this machine a single rank needs no launcher; otherwise it is
                 launched on the first host, to run where the jobs do that it is compared with.
             arguments: subcommand and its arguments.
-            log: file to which the command and its output are appended.
+            log: file to which the command and its output are appended; in OUT/LOGS for an experiment in OUT.
             may_pause: the command was told where to stop, so it may end with the exit code of a stop.
 
         Raises:
@@ -126,6 +127,8 @@ class JobStarter:
                 begin = file.tell()
                 end = run_job(argv, environment, _POLICY, file)
             printed = log.read_bytes()[begin:].decode(errors="replace")
+            if not self.starts_here and log.parent.name == LOGS:
+                _see_anew(log.parent.parent)
         except OSError as error:
             raise RunError(cannot_be_written(log, error)) from error
         if end.stop_signal is not None:
@@ -142,6 +145,12 @@ class JobStarter:
     def starts_here(self) -> bool:
         """Whether all jobs are known to run on this machine."""
         return not (self.elsewhere or has_option(self.launch_options, "--hostfile"))
+
+
+def _see_anew(folder: Path) -> None:
+    """Let a network disk show what other hosts have written: NFS remembers what there was not before."""
+    for _ in os.walk(folder):  # lists every folder in it
+        pass
 
 
 def what_went_wrong(end: JobEnd, printed: str) -> str | None:

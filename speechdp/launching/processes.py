@@ -15,10 +15,12 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 def at_our_death() -> Callable[[], None]:
     """Return a function that a child must call first, to get SIGTERM when this process is killed."""
-    prctl = load_prctl()
+    prctl, us = load_prctl(), os.getpid()
 
     def ask() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != us:  # killed before the child has asked
+            os._exit(128 + signal.SIGTERM)
 
     return ask
 
@@ -31,8 +33,12 @@ def kill_descendants(root: int, keep: frozenset[int]) -> None:
     Args:
         keep: processes to spare, with their descendants: a batch script's warning waits in ever new `sleep`s.
     """
-    for pid in descendants(root, keep):
-        kill(pid, signal.SIGKILL)
+    killed: set[int] = set()
+    # Look again until there is none: one may have started another between the look and its end.
+    while found := [pid for pid in descendants(root, keep) if pid not in killed]:
+        for pid in found:
+            kill(pid, signal.SIGKILL)
+        killed.update(found)
     if root != os.getpid():
         kill(root, signal.SIGKILL)
 

@@ -97,6 +97,7 @@ class _Accepted(BaseException):
 
 
 def _accept(_signum: int, _frame: FrameType | None) -> None:
+    give_up_handler(signal.SIGTERM, signal.SIG_IGN)  # a second one must not raise later
     raise _Accepted
 
 

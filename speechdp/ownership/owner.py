@@ -145,22 +145,20 @@ class FolderOwner:
         """
         try:
             self._make_and_claim()
+            if self._beats:
+                thread = threading.Thread(target=self._run, name="speechdp-owner", daemon=True)
+                thread.start()
+                self._thread = thread
         except OSError as error:
-            self._remove_made()
+            self.release()
             raise RunError(
                 cannot_be_written(self.folder, error, "try again, or choose another folder")
             ) from error
         except BaseException:
-            self._remove_made()
+            # A signal may come once the folder is claimed, and the system may have no thread left: without
+            # signs of life others would take over.
+            self.release()
             raise
-        if self._beats:
-            thread = threading.Thread(target=self._run, name="speechdp-owner", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:  # no more threads: without signs of life others would consider it gone
-                self.release()
-                raise
-            self._thread = thread
 
     def _make_and_claim(self) -> None:
         """Make the folder if it is missing, and claim it.
@@ -181,10 +179,12 @@ class FolderOwner:
     def release(self) -> None:
         """Give up the folder, as far as the disk permits."""
         self._ended.set()
-        if self._thread is not None:
-            self._thread.join(_PATIENCE_S)
-        self._unlink_mine()
-        self._remove_made()
+        try:
+            if self._thread is not None:
+                self._thread.join(_PATIENCE_S)
+        finally:  # a signal may end the wait
+            self._unlink_mine()
+            self._remove_made()
 
     def of(self, folder: Path) -> FolderOwner:
         """Return the owner of another folder, for this process; it gives no signs of life."""
@@ -351,7 +351,7 @@ class FolderOwner:
         try:
             with file:
                 file.write(self._content())
-        except OSError:
+        except BaseException:  # a signal, too
             _remove(name)  # an unreadable claim, which the next process would wait for
             raise
         return True

@@ -31,6 +31,7 @@ from speechdp.files import (
     atomic_path,
     cannot_be_read,
     cannot_be_written,
+    hand_over,
     is_of_disk,
     no_memory_to_read,
 )
@@ -302,7 +303,7 @@ class ScriptFolder:
         version = 1 + max((_key(path)[1] for path in whole if _key(path)[0] == step), default=0)
         final = temporary.with_name(f"step-{step:08d}" + (f"-{version}" if version > 1 else ""))
         try:
-            temporary.rename(final)
+            hand_over(temporary, final)
         except OSError as error:
             raise RunError(cannot_be_written(final, error)) from error
         before = [path for path in whole if _key(path) < _key(final)]

@@ -45,14 +45,16 @@ class HostBoard:
     def __init__(self, comm: Communicator, hosts: Sequence[str]) -> None:
         members = [rank for rank, host in enumerate(hosts) if host == hosts[comm.rank]]
         made = _new_file() if comm.rank == members[0] else ""
-        path = comm.allgather_object(made)[members[0]]
         self._descriptor: int | None = None
-        with contextlib.suppress(OSError):
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        _BOARDS.add(self)
-        comm.barrier()
-        if made:
-            Path(made).unlink(missing_ok=True)
+        try:
+            path = comm.allgather_object(made)[members[0]]
+            with contextlib.suppress(OSError):
+                self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            _BOARDS.add(self)
+            comm.barrier()
+        finally:  # another rank may fail meanwhile
+            if made:
+                Path(made).unlink(missing_ok=True)
         self.ranks = members if self._descriptor is not None else []
         #: Offset of a byte behind the statuses; the rank that marks it ends the job.
         self._claim = comm.size * STATUS_BYTES

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from speechdp.files import listed_anew
+
 #: Bytes of a status, padded with blanks, so that each overwrites the previous one completely.
 STATUS_BYTES = 512
 _HUNG = "hung.txt"
@@ -120,7 +122,8 @@ class StatusFolder:
 
     def is_ending(self) -> bool:
         """Return whether a rank has declared the job hung.  Raises OSError."""
-        return (self.path / _HUNG).exists()
+        # Not by its name alone: a network disk remembers for long that there was no such file.
+        return _HUNG in listed_anew(self.path)
 
     def clear(self) -> None:
         """Delete the files of an earlier start of the run.  Called by one rank before any rank begins."""

@@ -438,6 +438,29 @@ def test_a_step_may_be_saved_twice_and_the_later_counts(tmp_path: Path) -> None:
     assert run_threads(2, loaded) == [{"note": "second"}] * 2
 
 
+def test_a_rename_that_the_disk_reports_as_failed_though_it_is_done_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NFS does if it loses the first answer, and the request is sent again."""
+    rename = os.rename
+
+    def renamed_twice(source: Path, target: Path) -> None:
+        rename(source, target)
+        rename(source, target)
+
+    def main(comm: Communicator) -> None:
+        script = Script(comm, "gradient_averaging", tmp_path)
+        with script.run:
+            script.step()
+            monkeypatch.setattr(Path, "rename", renamed_twice)
+            monkeypatch.setattr(Path, "replace", renamed_twice)
+            script.run.save_checkpoint(scheduler=script.scheduler.state_dict())
+            monkeypatch.undo()
+
+    run_threads(1, main)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+
+
 def test_later_checkpoints_of_a_branch_that_was_left_go_with_the_first_of_the_new_one(tmp_path: Path) -> None:
     early: dict[int, Any] = {}
 

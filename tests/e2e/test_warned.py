@@ -117,6 +117,11 @@ def test_a_signal_while_something_is_told_is_one_line(
     assert _run(WARNED_IN, number, *words) == ended
 
 
+def test_a_signal_that_comes_as_soon_as_signals_raise_is_one_line() -> None:
+    words = ("speechdp.process.ending", "_lose_none", "--version")
+    assert _run(WARNED_IN, signal.SIGTERM, *words) == (143, "speechdp: ended by SIGTERM\n")
+
+
 def test_ctrl_c_during_the_first_imports_is_silent(tmp_path: Path) -> None:
     assert warned_at("speechdp.cli.main", signal.SIGINT, "inspect", tmp_path) == (-signal.SIGINT, "")
     assert warned_at("speechdp.cli.inspect", signal.SIGINT, "inspect", tmp_path) == (

@@ -106,6 +106,7 @@ def growing_files(
                 with _writing(path):
                     sync(partial_of(path))
                     hand_over(partial_of(path), path)
+                del sizes[partial_of(path)]  # a file of that name is another command's from now on
                 sync_name(path)
         except BaseException:
             for partial, size in sizes.items():

@@ -48,7 +48,7 @@ class _MpiWork(Work):
     def __init__(self, staged: Staged, name: str, op: ReduceOp, *, over_network: bool) -> None:
         self._staged, self._name, self._op = staged, name, op
         self._over_network = over_network
-        self._error: CommunicationError | None = None
+        self._error: BaseException | None = None
         self._finished = threading.Event()
         self._stored = False
 
@@ -59,7 +59,7 @@ class _MpiWork(Work):
                 f"allreduce of {self._name!r}",
                 lambda: _reduce(comm, self._staged.fetch(), self._op, over_network=self._over_network),
             )
-        except CommunicationError as error:
+        except BaseException as error:  # `wait` raises it, e.g. an error of the GPU
             self._error = error
         finally:
             self._finished.set()

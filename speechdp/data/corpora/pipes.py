@@ -7,15 +7,15 @@ import re
 import signal
 import subprocess
 import tempfile
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 from speechdp.errors import ConfigError
+from speechdp.process.running import RunningPrograms
 
 #: Name and arguments of each program.
 _Commands = tuple[tuple[str, ...], ...]
@@ -35,41 +35,6 @@ _TOKEN = re.compile(
 _KEPT_ESCAPE = re.compile(r"""\\(["\\$`])""")
 _ESCAPED = re.compile(r"\\.", re.DOTALL)
 _SHOWN = 100
-
-
-class _Running:
-    """The running programs of all threads, to kill them together."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._children: set[subprocess.Popen[bytes]] = set()
-        self._is_over = False
-
-    def start(
-        self, command: Sequence[str], source: int | IO[bytes], target: int | IO[bytes], errors: IO[bytes]
-    ) -> subprocess.Popen[bytes]:
-        """Start a program.  Raises OSError, ValueError, and CancelledError after `kill_all`."""
-        with self._lock:
-            if self._is_over:
-                raise CancelledError
-            child = subprocess.Popen(command, stdin=source, stdout=target, stderr=errors)
-            self._children.add(child)
-            return child
-
-    def end(self, child: subprocess.Popen[bytes]) -> None:
-        """Make sure that a program has ended; kill it if necessary."""
-        if child.poll() is None:
-            child.kill()
-            child.wait()
-        with self._lock:
-            self._children.discard(child)
-
-    def kill_all(self) -> None:
-        """Kill all running programs, and let none start any more."""
-        with self._lock:
-            self._is_over = True
-            for child in self._children:
-                child.kill()
 
 
 @dataclass(frozen=True)
@@ -106,7 +71,7 @@ class Pipe:
         """The names of the programs."""
         return tuple(command[0] for command in self.commands)
 
-    def run(self, output: Path, running: _Running | None = None) -> None:
+    def run(self, output: Path, running: RunningPrograms | None = None) -> None:
         """Write the output of the last program to the file `output`.
 
         Args:
@@ -117,7 +82,7 @@ class Pipe:
             ConfigError: a program does not exist or fails, or nothing is written.
             OSError: the file cannot be created.
         """
-        running = running or _Running()
+        running = running or RunningPrograms()
         with output.open("wb") as file, tempfile.TemporaryFile() as errors:
             children: list[subprocess.Popen[bytes]] = []
             try:
@@ -138,7 +103,7 @@ class Pipe:
 
     def _start(
         self,
-        running: _Running,
+        running: RunningPrograms,
         children: list[subprocess.Popen[bytes]],
         file: IO[bytes],
         errors: IO[bytes],
@@ -147,7 +112,7 @@ class Pipe:
         for number, command in enumerate(self.commands, 1):
             target: int | IO[bytes] = file if number == len(self.commands) else subprocess.PIPE
             try:
-                child = running.start(command, source, target, errors)
+                child = running.start(command, stdin=source, stdout=target, stderr=errors)
             except (OSError, ValueError) as error:
                 reason = getattr(error, "strerror", None) or error
                 raise ConfigError(
@@ -186,7 +151,7 @@ class PipeRunner:
         """
         new = {pipe.commands: pipe for pipe in pipes.values() if pipe.commands not in self._files}
         files = {each: self.folder / f"pipe-{len(self._files) + n}" for n, each in enumerate(new)}
-        running = _Running()
+        running = RunningPrograms()
         with ThreadPoolExecutor(self.workers or len(os.sched_getaffinity(0))) as threads:
             futures: list[Future[None]] = []
             try:

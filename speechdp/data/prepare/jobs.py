@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import closing, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -17,6 +17,7 @@ from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
 from speechdp.errors import RunError, SpeechDPError
+from speechdp.process.running import RunningPrograms
 
 #: Called with what is being done, how much of it is done, and how much there is.
 Progress = Callable[[str, int, int], None]
@@ -90,42 +91,41 @@ def _run_apart(
     *,
     one_each: bool,
 ) -> list[Result_co]:
-    stop = threading.Event()
     results: dict[int, Any] = {}
-
-    def advance_or_stop() -> None:
-        if stop.is_set():
-            raise CancelledError
-        advance()
-
+    running = RunningPrograms()
     waiting = enumerate(jobs)  # processes that share this iterator take jobs from it in turn
     shares = [iter([numbered]) for numbered in waiting] if one_each else [waiting] * num_workers
     with ThreadPoolExecutor(num_workers) as threads:
-        futures = [
-            threads.submit(_run_in_process, share, results, stage, advance_or_stop) for share in shares
-        ]
+        futures: list[Future[None]] = []
         try:
+            futures.extend(
+                threads.submit(_run_in_process, share, results, stage, advance, running) for share in shares
+            )
             for future in as_completed(futures):
                 future.result()  # raises the job's exception
             return [results[number] for number in range(len(jobs))]
         finally:
-            stop.set()  # else leaving the block would wait for files no longer needed
             for future in futures:
                 future.cancel()
+            running.kill_all()  # else leaving the block would wait for files no longer needed
 
 
 def _run_in_process(
-    jobs: Iterator[tuple[int, Job[Any]]], results: dict[int, Any], stage: str, advance: Callable[[], None]
+    jobs: Iterator[tuple[int, Job[Any]]],
+    results: dict[int, Any],
+    stage: str,
+    advance: Callable[[], None],
+    running: RunningPrograms,
 ) -> None:
     """Start a process, let it run one job after the other, and put the return values into `results`."""
     # Ctrl-C goes to all processes of the terminal.  This one ends its workers, which inherit the blocked
     # signal.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     ours, theirs = Pipe()
-    program = _PROGRAM.format(path=sys.path, pipe=theirs.fileno())
-    process = subprocess.Popen([sys.executable, "-c", program], pass_fds=[theirs.fileno()])
-    theirs.close()
-    with process, closing(ours):
+    with closing(ours):
+        with closing(theirs):
+            program = _PROGRAM.format(path=sys.path, pipe=theirs.fileno())
+            process = running.start([sys.executable, "-c", program], pass_fds=[theirs.fileno()])
         try:
             for number, job in jobs:
                 with suppress(ConnectionError):  # it has died; receiving reports that
@@ -136,7 +136,7 @@ def _run_in_process(
                 if failure is not None:
                     raise failure
         finally:
-            process.terminate()
+            running.end(process)
 
 
 def _receive(connection: Connection[Any, Any], process: subprocess.Popen[bytes], who: str) -> Any:

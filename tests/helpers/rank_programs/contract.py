@@ -10,6 +10,8 @@ from __future__ import annotations
 import sys
 from unittest import mock
 
+import torch
+
 from speechdp.comm import environment
 from speechdp.comm.base import Communicator
 from speechdp.comm.startup.create import create_communicator
@@ -45,6 +47,8 @@ def main(comm: Communicator) -> None:
             raise AssertionError(f"{check.__name__}: {error}") from error
     if comm.backend != "torch" and not without_peers and "--between-hosts" not in sys.argv:
         _check_that_groups_take_few_communicators(comm)
+    if comm.backend == "mpi" and comm.size > 1:
+        _check_that_what_fails_beside_a_rank_fails_where_it_is_awaited(comm)
     if comm.rank == 0:
         print(f"{len(checks)} checks passed on {comm.size} ranks")
 
@@ -72,6 +76,23 @@ def _check_that_groups_take_few_communicators(comm: Communicator) -> None:
             comm.split(0).close()
             comm.peers().close()
     assert (made.call_count, placed.call_count) == (2, 0), (made.call_count, placed.call_count)
+
+
+def _check_that_what_fails_beside_a_rank_fails_where_it_is_awaited(comm: Communicator) -> None:
+    """The rank would go on with numbers that were never summed."""
+    from speechdp.comm.mpi import communicator as mpi  # noqa: PLC0415
+
+    x = torch.ones(1)
+    with mock.patch.object(mpi, "_reduce", side_effect=MemoryError("of the GPU")):
+        work = comm.allreduce_async(x, name="failing")
+        try:
+            work.wait()
+        except MemoryError:
+            pass
+        else:
+            raise AssertionError("a failed allreduce has ended like any other")
+    comm.allreduce(x, name="afterwards")
+    assert x.item() == comm.size
 
 
 def _communicator() -> Communicator:

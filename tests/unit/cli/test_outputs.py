@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from speechdp.cli.support.outputs import growing_files, output_file
+from speechdp.cli.support.outputs import growing_files, output_file, partial_of
 from speechdp.errors import ConfigError, RunError
 from tests.helpers.faulty_disk import faulty_disk, full
 
@@ -152,6 +152,28 @@ def test_a_file_that_another_command_renames_meanwhile_is_not_written(
     ):
         pass
     assert path.read_text() == "of another command" and not partial.exists()
+
+
+def test_a_partial_file_that_another_command_begins_meanwhile_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first file is complete, and another command replaces it; then the disk refuses the second."""
+    paths = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    others = partial_of(paths[0])
+
+    def refuse_the_second(partial: Path) -> None:
+        if paths[0].exists():
+            others.write_text("of the other command")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("speechdp.cli.support.outputs.sync", refuse_the_second)
+    with pytest.raises(RunError), growing_files(paths, "item", overwrite=True) as add:
+        add(["one\n", "1\n"])
+    assert others.read_text() == "of the other command"
+    assert capsys.readouterr().err.splitlines() == [
+        f"speechdp: {partial_of(paths[1])}: holds the finished part, 1 item; move it away, "
+        "or --overwrite replaces it"
+    ]
 
 
 def test_a_disk_without_locks_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -254,6 +256,25 @@ def test_a_job_nothing_more_comes_from_is_ended_with_all_below_it(monkeypatch: p
     while is_running(child) and time.monotonic() < deadline_s:
         time.sleep(0.01)
     assert not is_running(child)
+
+
+def test_a_job_that_no_thread_can_read_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if a signal comes just after its start."""
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def start(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(popen(*args, **options))
+        return started[0]
+
+    def refuses(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(threading.Thread, "start", refuses)
+    with pytest.raises(RuntimeError, match="start new thread"):
+        run_probe(["sleep", "5000"], os.environ, 1, DEADLINE_S)
+    assert started[0].returncode == -signal.SIGTERM
 
 
 def is_running(pid: int) -> bool:

@@ -22,6 +22,7 @@ from speechdp.options.model import ModelOptions
 from speechdp.options.run import TrainOptions
 from speechdp.report.kit.formatting import milliseconds
 from speechdp.report.kit.pages import WrittenReport
+from tests.helpers.network_disk import remember_as_missing
 from tests.helpers.profiles import MadeUpProfile, write_job, write_profile
 from tests.helpers.tiny_data import TinySizes, write_tiny_data
 
@@ -153,9 +154,23 @@ def test_a_record_that_cannot_be_read_fails_its_job_alone(tmp_path: Path) -> Non
 def test_with_a_hostfile_one_rank_goes_to_its_hosts_too(
     options: tuple[str, ...], ranks: int, words: str, tmp_path: Path
 ) -> None:
-    log = tmp_path / "log"
+    log = tmp_path / "logs" / "log"
     assert JobStarter(("true",), {}, options).run(ranks, ["train", "DATA"], log) is None
     assert log.read_text() == f"$ true {words}\n"
+
+
+def test_what_a_job_has_written_on_another_host_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder was looked for before the job; a network disk remembers that there was none."""
+    written = tmp_path / "runs" / "weak-2"
+    written.mkdir(parents=True)
+    (written / "rank-0000.jsonl").touch()
+    remember_as_missing(monkeypatch, [written, written / "rank-0000.jsonl"])
+    assert not written.exists()
+    starter = JobStarter(("true",), {}, ("--hostfile", "F"))
+    assert starter.run(2, ["train", "DATA"], tmp_path / "logs" / "weak-2.log") is None
+    assert (written / "rank-0000.jsonl").is_file()
 
 
 def test_another_profile_in_the_folder_is_refused(tmp_path: Path) -> None:

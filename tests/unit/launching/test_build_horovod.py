@@ -51,6 +51,21 @@ def test_a_wheel_is_built_once(tmp_path: Path) -> None:
         assert ("from the cache" in done.stderr) == again
 
 
+def test_of_two_builds_at_once_the_first_wheel_stays(tmp_path: Path) -> None:
+    """Removed for the second one's, it would be missed by the pip that installs it."""
+    cache = tmp_path / "cache"
+    first = cache / "wheels" / "key" / "horovod-1.whl"
+    recipe = f'mkdir "$2/out" {first.parent} && echo second >"$2/out/horovod-1.whl" && echo first >{first}'
+    done = build(tmp_path, recipe, cache)
+    assert (done.returncode, done.stdout) == (0, f"{first}\n"), done.stderr
+    assert first.read_text() == "first\n"
+    assert sorted(path.name for path in cache.rglob("*") if path.parent.name != "cache") == [
+        "horovod-1.whl",
+        "key",
+        "key.log",
+    ]
+
+
 def test_a_wheel_that_pip_does_not_install_is_told_by_why(tmp_path: Path) -> None:
     recipe = 'mkdir "$2/out" && touch "$2/out/horovod-1.whl"'
     log = tmp_path / ".venv" / "pip.log"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 from importlib import metadata
@@ -221,3 +222,19 @@ def test_some_parts_have_the_data_that_they_need(tmp_path: Path, monkeypatch: py
     assert gpu_report.main(["--report", str(path), "--only", "acoustic in fp16"]) == 0
     outcomes = json.loads(path.read_text())["outcomes"]
     assert list(outcomes) == ["data", "spectrograms", "acoustic in fp16"]
+
+
+def test_ctrl_c_ends_the_part_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a session of its own, which the terminal's signal does not reach."""
+    wait, started = subprocess.Popen.wait, list[subprocess.Popen[bytes]]()
+
+    def interrupted(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        if process not in started:
+            started.append(process)
+            raise KeyboardInterrupt
+        return wait(process, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(Part("part", ["sleep", "5000"]))
+    assert started[0].returncode == -signal.SIGTERM

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,6 +21,7 @@ from speechdp.launching.outcome import (
     verdict,
 )
 from speechdp.launching.supervise import JobEnd
+from tests.helpers.network_disk import remember_as_missing
 
 
 def test_the_run_is_found_behind_the_subcommand(tmp_path: Path) -> None:
@@ -270,27 +269,8 @@ def test_a_marker_that_another_host_writes_is_seen(
 ) -> None:
     """As on NFS, which knows from before the job that there was no such file, until its folder is listed."""
     out = tmp_path / "out"
-    remembered = {out, out / marker}
-    scandir = os.scandir
-
-    def as_remembered(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(path: Path, *arguments: Any, **options: Any) -> Any:
-            if path in remembered:
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-            return function(path, *arguments, **options)
-
-        return call
-
-    def list_anew(folder: Path) -> Any:
-        if folder in remembered:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
-        remembered.difference_update(path for path in tuple(remembered) if path.parent == folder)
-        return scandir(folder)
-
     target = find_target([command, "DATA", str(out)])
     out.mkdir()
     (out / marker).write_text('{"completed": true}')
-    monkeypatch.setattr(Path, "open", as_remembered(Path.open))
-    monkeypatch.setattr(Path, "stat", as_remembered(Path.stat))
-    monkeypatch.setattr(os, "scandir", list_anew)
+    remember_as_missing(monkeypatch, [out, out / marker])
     assert verdict(JobEnd(0, None), target) == Verdict(0)

@@ -13,6 +13,7 @@ from speechdp.exit_codes import FAILED, STOPPED, STOPPED_UNSAVED
 from speechdp.launching.faults import Fault
 from speechdp.launching.requeue import is_to_be_resumed
 from speechdp.launching.supervise import JobEnd
+from speechdp.process.ending import give_up_handler
 
 
 @pytest.mark.parametrize(
@@ -139,6 +140,26 @@ def test_what_ends_the_job_before_it_has_answered_has_accepted(
     assert run(["launch", "--requeue", "--", *TRAIN]) == STOPPED
     assert capsys.readouterr().err.endswith("job 7 is requeued by slurm, to be started again\n")
     signal.raise_signal(signal.SIGTERM)  # which may come later still
+
+
+def test_the_end_of_a_job_that_comes_twice_is_ignored(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first comes just after the batch system's program has ended, and before signals are ignored."""
+    end = JobEnd(STOPPED, signal.SIGUSR1)
+    monkeypatch.setattr("speechdp.cli.launch.run_job", lambda *_arguments, **_options: end)
+    given_up: list[signal.Signals] = []
+
+    def give_up(signum: signal.Signals, disposition: signal.Handlers) -> None:
+        given_up.append(signum)
+        if len(given_up) == 1:
+            signal.raise_signal(signum)
+        give_up_handler(signum, disposition)
+
+    monkeypatch.setattr("speechdp.launching.requeue.give_up_handler", give_up)
+    assert run(["launch", "--requeue", "--", *TRAIN]) == STOPPED
+    signal.raise_signal(signal.SIGTERM)
+    assert capsys.readouterr().err.endswith("job 7 is requeued by slurm, to be started again\n")
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,11 @@ import pytest
 
 from speechdp.cli import launch
 from speechdp.cli.main import run
+from speechdp.launching import processes
 from speechdp.launching.faults import Fault
 from speechdp.launching.hostfile import Host, Hostfile
 from speechdp.launching.outcome import Target
+from speechdp.launching.processes import kill
 from speechdp.launching.requeue import is_to_be_resumed
 from speechdp.launching.restarts import RestartPolicy, Restarts
 from speechdp.launching.supervise import JobEnd, StopPolicy, SupervisorStop, noted_signals, run_job
@@ -133,6 +135,39 @@ def test_what_runs_beside_the_job_keeps_what_it_starts_meanwhile(tmp_path: Path)
     assert run_job(["sh", "-c", job, str(tmp_path)], os.environ, StopPolicy()).exit_code == 0
     (tmp_path / "over").touch()
     assert beside.wait(timeout=DEADLINE_S) == 7
+
+
+def test_what_a_process_starts_just_before_it_is_killed_is_killed_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank may start another process between the look at all of them and its own end."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start_another(pid: int, signum: signal.Signals) -> None:
+        if len(started) < 3:
+            started.append(subprocess.Popen(["sleep", "5000"]))
+        kill(pid, signum)
+
+    monkeypatch.setattr(processes, "kill", start_another)
+    first = subprocess.Popen(["sleep", "5000"])
+    processes.kill_descendants(os.getpid(), frozenset())
+    assert {process.wait(DEADLINE_S) for process in [first, *started]} == {-signal.SIGKILL}
+
+
+def test_a_child_whose_parent_is_killed_before_it_asks_for_the_signal_ends() -> None:
+    program = (
+        "import os, time\n"
+        "from speechdp.launching.processes import at_our_death\n"
+        "ask, us = at_our_death(), os.getpid()\n"
+        "if os.fork():\n"
+        "    os._exit(0)\n"
+        "while os.getppid() == us:\n"
+        "    time.sleep(0.01)\n"
+        "ask()\n"
+        "print('goes on', flush=True)\n"
+    )
+    command = [sys.executable, "-c", program]
+    assert subprocess.run(command, stdout=subprocess.PIPE, timeout=DEADLINE_S, check=True).stdout == b""
 
 
 def test_signals_that_are_ignored_stay_ignored() -> None:

@@ -299,16 +299,58 @@ def test_what_could_not_be_owned_leaves_no_empty_folder(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_without_hard_links_leaves_no_claim_of_nobody(
+@pytest.mark.parametrize("step", ["link", "replace"])
+def test_a_signal_that_comes_once_the_folder_is_claimed_leaves_no_claim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """A process on another host would wait a minute for it."""
+    if step == "replace":
+        Host(tmp_path, pid=2**30).owner.acquire()
+        module, name = Path, "replace"
+    else:
+        module, name = os, "link"  # type: ignore[assignment]
+    real = getattr(module, name)
+
+    def interrupted(*args: object) -> None:
+        real(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patches:
+        patches.setattr(module, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            Host(tmp_path).owner.acquire()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_signal_while_the_end_waits_for_the_thread_leaves_no_claim(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same command, with space again, waited a minute for a job that owner.json did not name."""
+    owner = FolderOwner(tmp_path / "run", Claimant.here("train", {}), Host(tmp_path).owner._surroundings)
+    owner.acquire()
+
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        owner.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "seen"),
+    [(OSError(errno.ENOSPC, "No space left on device"), RunError), (KeyboardInterrupt(), KeyboardInterrupt)],
+)
+def test_what_cannot_be_written_without_hard_links_leaves_no_claim_of_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, seen: type[BaseException]
+) -> None:
+    """The same command, later, waited a minute for a job that owner.json did not name."""
     written, asked = FolderOwner._content, list[FolderOwner]()
 
     def content(owner: FolderOwner) -> str:
         asked.append(owner)
         if len(asked) > 1:  # first comes the temporary file
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise error
         return written(owner)
 
     def no_links(*args: object) -> None:
@@ -317,7 +359,7 @@ def test_a_full_disk_without_hard_links_leaves_no_claim_of_nobody(
     monkeypatch.setattr(os, "link", no_links)
     with monkeypatch.context() as patches:
         patches.setattr(FolderOwner, "_content", content)
-        with pytest.raises(RunError, match="No space left on device"):
+        with pytest.raises(seen, match="No space left on device" if seen is RunError else None):
             Host(tmp_path).owner.acquire()
     assert len(asked) == 2 and list(tmp_path.iterdir()) == []
     host = Host(tmp_path)

@@ -8,6 +8,7 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from speechdp import exit_codes
 from speechdp.comm.base import Communicator
 from speechdp.comm.calls import Calls
 from speechdp.comm.threads.communicator import run_threads
+from speechdp.errors import RunError
 from speechdp.watchdog import host_board, script_watchdog
 from speechdp.watchdog.host_board import HostBoard
 from speechdp.watchdog.script_watchdog import ScriptWatchdog
@@ -272,6 +274,21 @@ def test_the_board_leaves_nothing_and_one_rank_claims_the_end() -> None:
     for board in boards.values():
         board.close()
         assert board.read(0) is None
+
+
+def test_a_board_that_a_rank_never_comes_to_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_board, "_MEMORY", tmp_path)
+
+    def make(comm: Communicator) -> None:
+        if comm.rank == 0:
+            HostBoard(comm, ONE_HOST)
+        raise RunError("this rank fails")
+
+    with pytest.raises(RunError):
+        run_threads(2, make)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_forked_worker_that_outlives_its_rank_keeps_no_claim() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from speechdp.watchdog.status import StatusFolder
+from tests.helpers.network_disk import remember_as_missing
 from tests.helpers.statuses import status
 
 
@@ -53,6 +54,16 @@ def test_only_the_first_rank_claims_the_end(tmp_path: Path) -> None:
     assert mine.claim_end("speechdp: rank 0 on n1: no step ended\n")
     assert another.is_ending() and not another.claim_end("another\n")
     assert (tmp_path / "status" / "hung.txt").read_text() == "speechdp: rank 0 on n1: no step ended\n"
+
+
+def test_an_end_that_a_rank_on_another_host_has_claimed_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = StatusFolder(tmp_path)
+    folder.write(status(0))
+    assert folder.claim_end("")
+    remember_as_missing(monkeypatch, [tmp_path / "status" / "hung.txt"])
+    assert folder.is_ending()
 
 
 def test_a_new_start_clears_what_the_last_has_left(tmp_path: Path) -> None:

@@ -9,9 +9,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,6 +36,8 @@ class _Job:
             raise IndexError(self.fate)
         if self.fate == "disk":
             raise OSError(errno.ENOSPC, "No space left on device", "there")
+        if self.fate == "is silent":  # in one long utterance
+            time.sleep(5000)
         while self.fate == "never ends":
             advance()
             time.sleep(0.01)
@@ -64,6 +68,7 @@ def test_little_is_done_in_this_process() -> None:
     assert run_jobs([_Job(Path("a"))], "testing", None, lambda *_: None) == [("a", os.getpid())]
 
 
+@pytest.mark.parametrize("other", ["never ends", "is silent"])
 @pytest.mark.parametrize(
     ("fate", "error", "message"),
     [
@@ -74,11 +79,28 @@ def test_little_is_done_in_this_process() -> None:
     ],
 )
 def test_what_a_job_raises_is_raised_here_and_ends_the_others(
-    fate: str, error: type[SpeechDPError | OSError], message: str
+    fate: str, error: type[SpeechDPError | OSError], message: str, other: str
 ) -> None:
-    jobs = [_Job(Path("a"), "never ends"), _Job(Path("b"), fate), _Job(Path("c"))]
+    jobs = [_Job(Path("a"), other), _Job(Path("b"), fate), _Job(Path("c"))]
     with pytest.raises(error, match=message):
         run_jobs(jobs, "testing", 2, lambda *_: None, always_apart=True)
+
+
+def test_a_thread_that_the_system_refuses_ends_what_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So does a signal that comes while the threads are started."""
+    submit, refused = ThreadPoolExecutor.submit, list[bool]()
+
+    def refuse_the_second(pool: ThreadPoolExecutor, *call: Any) -> Future[None]:
+        if refused:
+            raise RuntimeError("can't start new thread")
+        refused.append(True)
+        return submit(pool, *call)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", refuse_the_second)
+    with pytest.raises(RuntimeError, match="start new thread"):
+        run_jobs(
+            [_Job(Path(name), "is silent") for name in "ab"], "testing", 2, lambda *_: None, always_apart=True
+        )
 
 
 def test_a_process_whose_starter_is_gone_ends_without_a_word() -> None:
