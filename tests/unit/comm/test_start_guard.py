@@ -20,9 +20,9 @@ DEADLINE_S = 60.0
 #: Of a guard that is to be called off: on a busy machine the start may be over only after a while.
 LONG_S = 3600.0
 
-#: sleep() of the C library by PyDLL keeps the interpreter's lock, as the start of MPI does.  The guard's thread
-#: is due long after the interpreter's timer: without a core for a while, the program might be too late to keep
-#: the lock from it.
+#: sleep() of the C library by PyDLL keeps the interpreter's lock, as the start of MPI does.  The guard's
+#: thread is due long after the interpreter's timer: a program that gets no core for a while would be too late
+#: to keep the lock from it.
 PROGRAM = """
 import ctypes
 from speechdp.comm.startup import start_guard
