@@ -16,7 +16,8 @@ import pytest
 from speechdp.comm.environment import host_name
 from speechdp.errors import ConfigError
 from speechdp.launching.programs import find_horovodrun, find_mpirun
-from tests.helpers.jobs import is_running
+from tests.helpers.processes import is_running
+from tests.helpers.waiting import wait_until
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEADLINE_S = 180.0
@@ -128,10 +129,7 @@ def wait_for_ranks(run: Path, process: subprocess.Popen[str], num_ranks: int = 2
 
 
 def assert_gone(pids: list[int]) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while any(is_running(pid) for pid in pids) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not [pid for pid in pids if is_running(pid)]
+    wait_until(lambda: not any(map(is_running, pids)), "the end of the ranks", DEADLINE_S)
 
 
 LAUNCHERS = [

@@ -20,11 +20,11 @@ from tests.helpers.jobs import (
     alone,
     by_launch,
     ended_within,
-    is_running,
     our_lines,
     started,
     under_mpirun,
 )
+from tests.helpers.processes import is_running
 from tests.helpers.tiny_data import TINY_MODEL, TinySizes, write_tiny_data
 from tests.helpers.waiting import wait_until
 from tests.parallel.test_communicator_backends import needs_horovod

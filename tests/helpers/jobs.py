@@ -14,6 +14,7 @@ from pathlib import Path
 from speechdp.launching.mpi import rank_process
 from tests.helpers.gates import Gates
 from tests.helpers.mpi import BIN, Ended, run_job, start_job
+from tests.helpers.processes import is_running
 from tests.helpers.waiting import wait_until
 
 SPEECHDP = (sys.executable, "-m", "speechdp")
@@ -123,14 +124,6 @@ class Job:
     def _marked(self) -> list[int]:
         pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
         return [pid for pid in pids if self._mark in _words(pid, "cmdline") and pid != os.getpid()]
-
-
-def is_running(pid: int) -> bool:
-    """Return whether a process exists and has not ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def _words(pid: int, file: str) -> list[str]:

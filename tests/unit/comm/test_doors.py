@@ -13,7 +13,8 @@ def test_what_began_to_listen_in_the_block_is_shut_and_its_connections_stay() ->
         with doors.close_new_listeners():
             listener = socket.create_server(("127.0.0.1", 0))
             friend = socket.create_connection(listener.getsockname())
-        with listener, friend, listener.accept()[0] as accepted:
+            accepted, _ = listener.accept()  # the kernel may complete the connection later than its other end
+        with listener, friend, accepted:
             assert not is_let_in(listener.getsockname())
             assert is_let_in(older.getsockname())
             friend.sendall(b"still here")

@@ -282,7 +282,7 @@ def test_ad_psgd_mixes_all_that_are_left_and_keeps_their_mean(kind: str, lost: i
         assert after < 0.05 * before  # a graph in two parts would leave the parts apart
         run.finish()
 
-    assert len(run_threads(4, check, timeout_s=60)) == 3
+    assert len(run_threads(4, check)) == 3
 
 
 # --- a whole run ----------------------------------------------------------------------------------------

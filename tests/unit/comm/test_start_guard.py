@@ -17,12 +17,16 @@ from speechdp.launching.launcher_output import LauncherOutput
 from tests.helpers.mpi import REPOSITORY, job_environment
 
 DEADLINE_S = 60.0
+#: Of a guard that is to be called off: on a busy machine the start may be over only after a while.
+LONG_S = 3600.0
 
-#: sleep() of the C library by PyDLL keeps the interpreter's lock, as the start of MPI does.
+#: sleep() of the C library by PyDLL keeps the interpreter's lock, as the start of MPI does.  The guard's
+#: thread is due long after the interpreter's timer: a program that gets no core for a while would be too late
+#: to keep the lock from it.
 PROGRAM = """
 import ctypes
 from speechdp.comm.startup import start_guard
-start_guard._LEAST_S, start_guard._BACKSTOP_S = 0.5, 0.2
+start_guard._LEAST_S, start_guard._BACKSTOP_S = 3600.0, 1.0 - 3600.0
 sleep = ctypes.PyDLL(None).sleep
 start_guard.StartGuard(0.1).waiting_for_all_ranks(lambda: sleep(60))
 """
@@ -49,7 +53,7 @@ def ending(monkeypatch: pytest.MonkeyPatch) -> Ending:
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(environment, "end_process_with", ending)
     monkeypatch.setattr(start_guard, "_LEAST_S", 0.2)
-    monkeypatch.setattr(start_guard, "_BACKSTOP_S", 3600.0)  # it would end pytest
+    monkeypatch.setattr(start_guard, "_BACKSTOP_S", LONG_S)  # it would end pytest
     return ending
 
 
@@ -73,7 +77,7 @@ def test_a_block_is_guarded_until_its_beginning_is_over(
     ending: Ending, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(start_guard, "_LEAST_S", 10.0)  # on a busy machine it may be over only after a while
+        patch.setattr(start_guard, "_LEAST_S", LONG_S)
         with StartGuard(0.1, "begin the run") as guard:
             guard.over()
             assert_has_been_called_off(guard, ending)
@@ -86,7 +90,7 @@ def test_a_block_is_guarded_until_its_beginning_is_over(
 def test_it_says_nothing_once_all_have_met_or_where_it_is_off(
     ending: Ending, monkeypatch: pytest.MonkeyPatch, timeout_s: float
 ) -> None:
-    monkeypatch.setattr(start_guard, "_LEAST_S", 10.0)
+    monkeypatch.setattr(start_guard, "_LEAST_S", LONG_S)
     guard = StartGuard(timeout_s)
     assert guard.waiting_for_all_ranks(lambda: 5) == 5
     if timeout_s:

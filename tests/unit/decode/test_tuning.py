@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -40,6 +41,12 @@ SHARDS = [
     [Spoken("a", "one", "one one"), Spoken("b", "two", "two two", 44), Spoken("c", "one two", "one two", 50)],
     [Spoken("d", "two", "two two", 48), Spoken("e", "four", "four", 30)],
 ]
+
+
+@pytest.fixture(autouse=True)
+def no_setting_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no line tell of a setting that takes long, as each may on a busy machine."""
+    monkeypatch.setattr(tuning, "_SILENCE_S", math.inf)
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,8 @@ from speechdp.doctor.reach import Login, Reach, look_at
 from speechdp.doctor.wire import Report
 from speechdp.launching.mpi.hydra import Mpich
 from speechdp.launching.mpi.open_mpi import OpenMpi
+from tests.helpers.processes import is_running
+from tests.helpers.waiting import wait_until
 
 HOSTS = ("n1", "n2")
 #: Seconds, long enough for whatever must happen.
@@ -252,10 +253,7 @@ def test_a_job_nothing_more_comes_from_is_ended_with_all_below_it(monkeypatch: p
     record = run_probe(argv, os.environ, 1, 0.5)
     assert (record.exit_code, record.ranks[0].open_part) == (None, "node")
     (child,) = (int(line.split()[1]) for line in record.output if line.startswith("child"))
-    deadline_s = time.monotonic() + DEADLINE_S
-    while is_running(child) and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    assert not is_running(child)
+    wait_until(lambda: not is_running(child), "the end of what the launcher has started")
 
 
 def test_a_job_that_no_thread_can_read_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,13 +273,6 @@ def test_a_job_that_no_thread_can_read_is_ended(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(RuntimeError, match="start new thread"):
         run_probe(["sleep", "5000"], os.environ, 1, DEADLINE_S)
     assert started[0].returncode == -signal.SIGTERM
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_a_launcher_that_is_not_there() -> None:

@@ -62,6 +62,15 @@ WORTH |= {text: 1.0 + 0.1 * place for place, text in enumerate(MORE)}
 FRAMES_A_STEP, EPOCH_STEPS = 10, 10_000
 
 
+@pytest.fixture(autouse=True)
+def no_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no time pass but that of a test's own clock.
+
+    By the real one, a test that gets no core for a while spends its budget, as does a disk that is slow.
+    """
+    monkeypatch.setattr(tune_search, "time", SimpleNamespace(monotonic=lambda: 0.0))
+
+
 @dataclass(frozen=True)
 class MadeUp(Measurement):
     """Predicts the speeds above, `factor` times as fast."""
@@ -655,9 +664,7 @@ def test_a_training_that_comes_to_its_end_before_the_others_is_not_started_again
     assert not any("tried once more" in line for line in told)
 
 
-def test_a_rung_is_one_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Nothing takes time but what jobs say: writing tune.json takes seconds on a busy machine.
-    monkeypatch.setattr(tune_search, "time", SimpleNamespace(monotonic=lambda: 0.0))
+def test_a_rung_is_one_start(tmp_path: Path) -> None:
     told: list[str] = []
     jobs = Together(tmp_path)
     record = search(tmp_path, jobs, print_line=told.append)

@@ -9,17 +9,20 @@ import subprocess
 import time
 from pathlib import Path
 
+import pytest
+
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def build(
-    folder: Path, recipe: str, cache: Path, *words: str, pip: str = "exit 0"
+    folder: Path, recipe: str, cache: Path, *words: str, pip: str = "exit 0", before_key: str = ":"
 ) -> subprocess.CompletedProcess[str]:
     """Run a copy of the script in `folder`; its Python knows but the wheel's name and where Python.h is."""
     programs = {
         "launch/horovod_recipe": f"#!/bin/sh\n{recipe}\n",
         ".venv/bin/python": "#!/bin/sh\n"
-        f'case "$*" in "- "*) cat >/dev/null; echo key ;; "-m pip "*) {pip} ;; *) echo {folder} ;; esac\n',
+        f'case "$*" in "- "*) cat >/dev/null; {before_key}; echo key ;;\n'
+        f'"-m pip "*) {pip} ;; *) echo {folder} ;; esac\n',
     }
     for name, text in programs.items():
         path = folder / name
@@ -106,6 +109,18 @@ def test_a_build_ends_with_the_setup_that_it_is_for(tmp_path: Path) -> None:
     assert done.returncode == 130, done.stderr
     assert "interrupted" not in done.stderr and "Terminated" not in done.stderr  # setup itself says so
     assert not list((tmp_path / "cache" / "wheels").iterdir())
+
+
+@pytest.mark.parametrize(("number", "words"), [("INT", []), ("TERM", ["--beside", str(os.getpid())])])
+def test_a_build_that_is_interrupted_before_it_compiles_compiles_nothing(
+    tmp_path: Path, number: str, words: list[str]
+) -> None:
+    """It went on for the minutes that this takes, and what waited for its end with it."""
+    kill = f"read -r _ _ _ _ _ session _ </proc/$$/stat; kill -{number} $session"
+    done = build(tmp_path, "touch begun", tmp_path / "cache", *words, before_key=kill)
+    assert done.returncode == 130, done.stderr
+    assert not (tmp_path / "begun").exists()
+    assert ("interrupted, Horovod (cpu) is not built; " in done.stderr) == (not words)
 
 
 def test_the_tools_of_the_build_do_not_get_into_the_environment(tmp_path: Path) -> None:

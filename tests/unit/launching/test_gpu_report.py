@@ -20,6 +20,7 @@ from speechdp.cli.main import check_forwarded
 from speechdp.comm.sums import REDUCIBLE
 from speechdp.parallel.registry import parse_strategy
 from tests.helpers.mpi import run_job
+from tests.helpers.processes import is_running
 from tests.helpers.waiting import wait_until
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -161,14 +162,7 @@ def test_past_its_limit_a_part_is_ended_with_what_it_has_started(
     monkeypatch.setattr(gpu_report, "_wait", wait_once_begun)
     result = run(Part("part", [sys.executable, "-c", script], limit_s=0.1))
     assert (result.outcome, result.exit_code, list(result.output)) == ("past its limit", None, ["begun"])
-    wait_until(lambda: _has_ended(int(noted.read_text())), "the end of the part's child")
-
-
-def _has_ended(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] in "ZX"
-    except (FileNotFoundError, ProcessLookupError):  # the latter where it ends while it is read
-        return True
+    wait_until(lambda: not is_running(int(noted.read_text())), "the end of the part's child")
 
 
 def test_a_part_that_ends_as_it_is_to_be_ended_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

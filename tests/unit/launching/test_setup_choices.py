@@ -279,10 +279,10 @@ def test_setup_goes_on_without_horovod(checkout: Path, code: int, said: str, is_
 
 #: A build that takes until it is ended, as it says.
 BUILDS = """
-echo "$*" >>CHECKOUT/builds
-case "$*" in *--if-built*) exit 3 ;; esac
 exec 2>/dev/null # the shell tells of a sleep that is ended
 trap 'echo ended >>CHECKOUT/builds; exit 130' TERM
+echo "$*" >>CHECKOUT/builds # now it may be ended
+case "$*" in *--if-built*) exit 3 ;; esac
 while :; do sleep 0.05; done
 """
 

@@ -109,7 +109,7 @@ def test_a_rank_that_alone_cannot_begin_waits_for_nobody_and_says_why() -> None:
         comm.barrier()
 
     with pytest.raises(ConfigError, match="rank 1 cannot begin"):
-        run_threads(2, begin, timeout_s=30)
+        run_threads(2, begin)
     assert all(_is_closed(channel, 0) for channel in CannotBegin.opened[1])
 
 

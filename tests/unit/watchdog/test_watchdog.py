@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -22,17 +22,57 @@ from tests.helpers.waiting import wait_until
 
 #: Long enough for whatever must happen.
 DEADLINE_S = 120.0
-#: Seconds; ranks give signs of life through files, and a busy disk or core may hold one up for a second.
-LENIENT_S = 8.0
+TIMEOUT_S = 2.0
+
+
+class Sighted(Watchdog):
+    """Judges only once it has just seen that others stand still.
+
+    Ranks give signs of life through files, and a busy disk or core may hold one up for however long.
+
+    Attributes:
+        sees: the others that it must have seen.
+        before_look: called before each look at whether the rank has stood still for too long.
+    """
+
+    sees: Collection[int] = ()
+    before_look: Callable[[], object] = staticmethod(lambda: None)
+
+    def _is_due(self, own: RankStatus, still_s: float) -> bool:
+        self.before_look()
+        return super()._is_due(own, still_s) and all(map(self._has_just_seen, self.sees))
+
+    def _has_just_seen(self, rank: int) -> bool:
+        seen = self._sightings.get(rank)
+        return (
+            seen is not None
+            and seen.status is not None
+            and seen.status.still_s >= self._watch.timeout_s / 2
+            and seen.silent_s(self._stillness.awake_s) < self._watch.silence_s
+        )
 
 
 class Rank:
-    """A rank whose watchdog reports its end instead of ending the process."""
+    """A rank whose watchdog reports its end instead of ending the process.
+
+    Args:
+        sees: ranks that must have been seen to stand still before this one ends.
+        gets_on: whether every look at this rank finds that it has got on.
+    """
 
     def __init__(
-        self, rank: int, size: int, run_dir: Path, doing: str = "comm", timeout_s: float = 1.0
+        self,
+        rank: int,
+        size: int,
+        run_dir: Path,
+        doing: str = "comm",
+        timeout_s: float = 1.0,
+        *,
+        sees: Collection[int] = (),
+        gets_on: bool = False,
     ) -> None:
-        self.status = status(rank, doing)
+        self.status, self.gets_on = status(rank, doing), gets_on
+        self._num_looks = itertools.count()
         self.said: list[str] = []
         self.exit_codes: list[int] = []
         self.has_ended = threading.Event()
@@ -46,17 +86,22 @@ class Rank:
             prefix=f"speechdp: {self.status.name}",
             before_end=lambda: self.said.append("before"),
         )
-        self.watchdog = Watchdog(watch, end=self._end, print_line=self.said.append)
+        self.watchdog = Sighted(watch, end=self._end, print_line=self.said.append)
+        self.watchdog.sees = sees
 
     def _look(self, still_s: float, _finds_waits: bool) -> RankStatus:
-        return dataclasses.replace(self.status, still_s=still_s, doing_s=still_s)
+        if self.gets_on:
+            self.status = dataclasses.replace(self.status, beats=self.status.beats + 1)
+        written = str(next(self._num_looks))  # in place of the time
+        return dataclasses.replace(self.status, still_s=still_s, doing_s=still_s, written=written)
 
     def _end(self, exit_code: int) -> None:
         self.exit_codes.append(exit_code)
         self.has_ended.set()
 
-    def beat(self) -> None:
-        self.status = dataclasses.replace(self.status, beats=self.status.beats + 1)
+    def is_watched_for(self, seconds: float) -> bool:
+        """Return whether the rank was watched for so long, or has ended."""
+        return self.watchdog._stillness.awake_s >= seconds or self.has_ended.is_set()
 
 
 # --- standing still -----------------------------------------------------------------------------------
@@ -86,6 +131,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     times = {"_GRACE_S": 0.3, "FALLBACK_S": 0.6, "_POLL_S": 0.05, "_LEAST_INTERVAL_S": 0.1}
     for name, value in times.items():
         monkeypatch.setattr(watchdog, name, value)
+    # What is said at the end is said in a thread that may get no core for a second.
+    monkeypatch.setattr(bounded, "_PATIENCE_S", DEADLINE_S)
 
 
 @pytest.mark.usefixtures("quick")
@@ -105,7 +152,10 @@ def test_a_rank_by_itself_ends_with_its_stacks_and_a_line(tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("quick")
 def test_every_rank_shows_its_stacks_and_names_the_late_one(tmp_path: Path) -> None:
-    ranks = [Rank(i, 3, tmp_path, doing, LENIENT_S) for i, doing in enumerate(("comm", "comm", "data_wait"))]
+    ranks = [
+        Rank(i, 3, tmp_path, doing, TIMEOUT_S, sees={0, 1, 2} - {i})
+        for i, doing in enumerate(("comm", "comm", "data_wait"))
+    ]
     with ExitStack() as stack:
         for rank in ranks:
             stack.enter_context(rank.watchdog)
@@ -120,31 +170,44 @@ def test_every_rank_shows_its_stacks_and_names_the_late_one(tmp_path: Path) -> N
 @pytest.mark.usefixtures("quick")
 def test_a_silent_rank_is_named(tmp_path: Path) -> None:
     StatusFolder(tmp_path).write(status(1))  # and never again
-    rank = Rank(0, 3, tmp_path, timeout_s=LENIENT_S)
-    with rank.watchdog, Rank(2, 3, tmp_path, timeout_s=LENIENT_S).watchdog:
+    rank = Rank(0, 3, tmp_path, timeout_s=TIMEOUT_S, sees={2})
+    with rank.watchdog, Rank(2, 3, tmp_path, timeout_s=TIMEOUT_S).watchdog:
         assert rank.has_ended.wait(DEADLINE_S)
     assert re.search(r"late: rank 1 on n2 \(no sign of life for \d+ s\)\n$", rank.said[2])
 
 
 @pytest.mark.usefixtures("quick")
 def test_it_does_not_end_a_rank_that_gets_on(tmp_path: Path) -> None:
-    rank = Rank(0, 1, tmp_path, "eval", 3.0)
+    rank = Rank(0, 1, tmp_path, "eval", TIMEOUT_S, gets_on=True)
     with rank.watchdog:
-        for _ in range(60):  # for twice the timeout
-            rank.beat()
-            time.sleep(0.1)
+        wait_until(lambda: rank.is_watched_for(2 * TIMEOUT_S), "twice the timeout")
     assert rank.exit_codes == [] and rank.said == []
 
 
 @pytest.mark.usefixtures("quick")
 def test_a_rank_that_waits_lets_a_slower_one_get_on(tmp_path: Path) -> None:
     """Evaluation or a period of local steps may take one rank much longer than the timeout."""
-    waiting, slow = Rank(0, 2, tmp_path, timeout_s=4.0), Rank(1, 2, tmp_path, "eval", 4.0)
-    with waiting.watchdog, slow.watchdog:
-        for _ in range(80):  # for twice the timeout
-            slow.beat()
-            time.sleep(0.1)
+    waiting = Rank(0, 2, tmp_path, timeout_s=TIMEOUT_S, sees={1})
+    slow = Rank(1, 2, tmp_path, "eval", TIMEOUT_S, gets_on=True)
+    seen_beats = [0]
+
+    def see_it_get_on() -> None:
+        """Wait for its next sign of progress, if others are looked at yet: it may be held up for long."""
+        watching = waiting.watchdog
+        if slow.gets_on and watching._looks(watching._stillness.still_s):
+            wait_until(lambda: has_got_on() or not slow.gets_on, "progress of the slow rank")
+
+    def has_got_on() -> bool:
+        seen = waiting.watchdog._sightings.get(1)
+        beats = 0 if seen is None or seen.status is None else seen.status.beats
+        has_more, seen_beats[0] = beats > seen_beats[0], max(beats, seen_beats[0])
+        return has_more
+
+    waiting.watchdog.before_look = see_it_get_on
+    with slow.watchdog, waiting.watchdog:
+        wait_until(lambda: waiting.is_watched_for(2 * TIMEOUT_S), "twice the timeout")
         assert waiting.exit_codes == [] and slow.exit_codes == []
+        slow.gets_on = False
         assert waiting.has_ended.wait(DEADLINE_S)  # once it does not get on any more
     assert re.search(r"late: rank 1 on n2 \(in eval for \d+ s\)\n$", waiting.said[2])
 

@@ -22,11 +22,12 @@ from speechdp.options.faults import FaultOptions
 from speechdp.options.run import TrainOptions
 from speechdp.timing.timeline import Span
 from speechdp.train.build import build_trainer
+from speechdp.train.progress import SilentReporter
 from speechdp.train.run import train_run
 from speechdp.train.session import Session
 from speechdp.train.trainer import Trainer
 from speechdp.train.watching import _Observer
-from speechdp.watchdog.status import RankStatus
+from speechdp.watchdog.status import RankStatus, StatusFolder
 from tests.helpers.options import options_with
 from tests.helpers.tiny_data import write_tiny_data
 from tests.helpers.waiting import wait_until
@@ -45,9 +46,20 @@ def once(options: TrainOptions, **faults: Any) -> TrainOptions:
     return dataclasses.replace(options, epochs=1, faults=FaultOptions(**faults))
 
 
+class Seen(SilentReporter):
+    """Trains on only when both ranks have written: a run may be over before their threads get a core."""
+
+    def __init__(self, run: Path) -> None:
+        self._folder = StatusFolder(run)
+
+    def step(self, epoch: float, frames: int, loss: float | None) -> None:
+        wait_until(lambda: all(self._folder.read(rank) for rank in (0, 1)), "the statuses of both ranks")
+
+
 def test_every_rank_of_a_run_writes_its_status(dataset: Dataset, tmp_path: Path) -> None:
     def train(comm: Communicator) -> None:
-        train_run(Session(dataset, comm, CPU, facts={"hosts": ["n1", "n2"]}), once(OPTIONS), tmp_path)
+        session = Session(dataset, comm, CPU, Seen(tmp_path), facts={"hosts": ["n1", "n2"]})
+        train_run(session, once(OPTIONS), tmp_path)
 
     (tmp_path / "status").mkdir()
     (tmp_path / "status" / "hung.txt").write_text("of an earlier start")
