@@ -80,7 +80,7 @@ def _synthesis_sweep(out: Path, *, is_older: bool = False) -> Path:
 @pytest.mark.parametrize("is_older", [False, True])
 def test_synthesis_is_reported_in_its_own_terms(tmp_path: Path, is_older: bool) -> None:
     report = write_report(_synthesis_sweep(tmp_path / "sweep", is_older=is_older), target=0.2)
-    printed, page = _printed(report), report.html.read_text()
+    printed, page = _printed(report), report.html.read_text().replace("\u00a0", " ")
     for text in (printed, " ".join(report.answer), page):
         shown = text.partition("<h2>How it")[0]
         assert not re.search("log-probab|>log-prob<|nats|WER|frame acc|\u22120\\.1", shown)
