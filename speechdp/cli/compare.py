@@ -10,16 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from speechdp import exit_codes
-from speechdp.cli.support.script_options import (
-    OutFolder,
-    ScriptOptions,
-    StartsJobs,
+from speechdp.cli.support.out_folder import OutFolder, inputs_of, owned_folder
+from speechdp.cli.support.script_options import ScriptOptions, StartsJobs
+from speechdp.cli.support.several_runs import (
     check_new,
     check_precision,
     check_target,
     check_training,
-    inputs_of,
-    owned_folder,
     report_failures,
     until_stopped,
 )
@@ -270,14 +267,13 @@ def _compare(
         threads: CPU threads of each rank.
     """
     from speechdp.cli.report import print_report  # noqa: PLC0415
-    from speechdp.cli.support.console import make_console  # noqa: PLC0415
-    from speechdp.cli.support.starting import line_printer  # noqa: PLC0415
+    from speechdp.cli.support.console import line_printer  # noqa: PLC0415
     from speechdp.experiments.compare.run import Comparer  # noqa: PLC0415
     from speechdp.experiments.jobs import LOGS  # noqa: PLC0415
     from speechdp.experiments.record import FAILED  # noqa: PLC0415
     from speechdp.ownership.overwrite import COMPARISON  # noqa: PLC0415
 
-    print_line = line_printer(make_console())
+    print_line = line_printer()
     # Before the folder is emptied, because this refuses an impossible comparison.
     comparer = Comparer(out.path, plan, training(print_line), print_line, metric=metric, threads=threads)
     with owned_folder(out, "compare", print_line, COMPARISON):

@@ -10,16 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from speechdp import exit_codes
-from speechdp.cli.support.script_options import (
-    OutFolder,
-    ScriptOptions,
-    check_new,
-    check_target,
-    inputs_of,
-    owned_folder,
-    report_failures,
-    until_stopped,
-)
+from speechdp.cli.support.out_folder import OutFolder, inputs_of, owned_folder
+from speechdp.cli.support.script_options import ScriptOptions
+from speechdp.cli.support.several_runs import check_new, check_target, report_failures, until_stopped
 from speechdp.errors import ConfigError
 from speechdp.options.run import TrainOptions
 from speechdp.options.shown import MAY_BE_EMPTY, heading, shown
@@ -195,8 +188,7 @@ class SweepScriptCommand:
     def run(self) -> int:
         """Run the sweep and its report; return the exit code: 1 if a run failed."""
         from speechdp.cli.report import print_report  # noqa: PLC0415 - keeps --help fast
-        from speechdp.cli.support.console import make_console  # noqa: PLC0415
-        from speechdp.cli.support.starting import line_printer  # noqa: PLC0415
+        from speechdp.cli.support.console import line_printer  # noqa: PLC0415
         from speechdp.experiments.compare.script_training import ScriptTraining  # noqa: PLC0415
         from speechdp.experiments.jobs import LOGS  # noqa: PLC0415
         from speechdp.experiments.race.plan import RaceOptions  # noqa: PLC0415
@@ -217,7 +209,7 @@ class SweepScriptCommand:
         names = list(sweep.runs())
         before = None if self.overwrite else threads_before(self.out_dir)
         starter = self.script.starter("sweep --script", self.ranks, before)
-        print_line, script = line_printer(make_console()), self.script.user_script(self.script_arguments)
+        print_line, script = line_printer(), self.script.user_script(self.script_arguments)
         training = ScriptTraining(script, starter, RaceOptions(self.race, self.race_steps), print_line)
         with owned_folder(OutFolder(self.out_dir, self.overwrite), "sweep", print_line, SWEEP):
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from speechdp import exit_codes
-from speechdp.cli.support.script_options import OutFolder, inputs_of
+from speechdp.cli.support.out_folder import OutFolder, inputs_of
 from speechdp.errors import ConfigError, ShardError
 from speechdp.options.run import TrainOptions
 from speechdp.options.shown import heading, shown
