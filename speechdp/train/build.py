@@ -35,7 +35,6 @@ from speechdp.parallel.batch_statistics import refuse_unsynchronised
 from speechdp.parallel.loss_scale import make_scaler
 from speechdp.parallel.replica import Replica
 from speechdp.parallel.run_files import Metrics, RunDirectory
-from speechdp.parallel.strategy import Strategy
 from speechdp.process.notices import add_notice
 from speechdp.tasks.base import Task
 from speechdp.timing.timeline import Timeline
@@ -66,7 +65,7 @@ class Sources:
     held_out: SplitSource
 
 
-def check_sources(session: Session, options: TrainOptions, strategy: Strategy) -> None:
+def check_sources(session: Session, options: TrainOptions) -> None:
     """Refuse invalid data and invalid combinations of batch options.
 
     Raises:
@@ -83,6 +82,7 @@ def check_sources(session: Session, options: TrainOptions, strategy: Strategy) -
     check_alignments(options.alignments)
     if options.loading.preprocess_on == "gpu" and session.device.type != "cuda":
         raise ConfigError("--preprocess-on gpu: this rank computes on the CPU; leave it out, or use a GPU")
+    strategy = options.strategy.parsed
     if options.batch.order == "blocking-sort" and not strategy.traits.synchronous:
         raise ConfigError(
             f"--order blocking-sort: {strategy.name} reads batch by batch; choose another order or strategy"

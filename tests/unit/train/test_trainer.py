@@ -742,7 +742,7 @@ def test_a_rank_that_others_mend_does_not_end_the_run_by_its_scale(
                 if mine.parts.replica.scaler is not None and comm.rank == 1:
                     scales.append(mine.parts.replica.scaler.get_scale())
             mine.parts.strategy.pause()
-            found = mine._at.epoch_loss.tolist()
+            found = mine._state.epoch_loss.tolist()
             noted = [(x, n) for x, n in tasks[comm.rank].noted if n > 0]
             assert found[0] == pytest.approx(sum(x for x, _ in noted), rel=1e-6)
             assert found[1] == sum(n for _, n in noted)
