@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from speechdp import exit_codes
 from speechdp.cli.support.out_folder import OutFolder, inputs_of, owned_folder
 from speechdp.cli.support.script_options import ScriptOptions, StartsJobs
 from speechdp.cli.support.several_runs import (
@@ -17,6 +16,7 @@ from speechdp.cli.support.several_runs import (
     check_precision,
     check_target,
     check_training,
+    race_until_stopped,
     report_failures,
     until_stopped,
 )
@@ -118,18 +118,12 @@ class CompareCommand(StartsJobs):
     def _on_rank(self, session: Session) -> int:
         from speechdp.experiments.compare.plan import SEQUENTIAL  # noqa: PLC0415
         from speechdp.experiments.race.run import hold_race  # noqa: PLC0415
-        from speechdp.process.ending import Stopped  # noqa: PLC0415
 
         plan = self._plan()
         request = self._request(plan)
         options = request.options_of(SEQUENTIAL, plan.seeds[0])
         race = request.race_on(session.comm.size, plan.strategies, options)
-        try:
-            hold_race(session, options, race, self.out_dir)
-        except Stopped:
-            session.reporter.notice("stopped as requested; the race will start again from its beginning")
-            return exit_codes.STOPPED
-        return 0
+        return race_until_stopped(session, lambda: hold_race(session, options, race, self.out_dir))
 
     def _plan(self) -> ComparePlan:
         from speechdp.experiments.compare.plan import ComparePlan, checked_strategies, rates, whole_numbers  # noqa: PLC0415

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from speechdp import exit_codes
-from speechdp.cli.support.out_folder import OutFolder, inputs_of, owned_folder
+from speechdp.cli.support.out_folder import OutFolder, inputs_of, owned_by_ranks, owned_folder
 from speechdp.cli.support.script_options import ScriptOptions
 from speechdp.cli.support.several_runs import check_new, check_target, report_failures, until_stopped
 from speechdp.errors import ConfigError
@@ -117,7 +117,6 @@ class SweepCommand:
         from speechdp.options.targets import warn_of_spread_targets  # noqa: PLC0415
         from speechdp.ownership.overwrite import SWEEP  # noqa: PLC0415
         from speechdp.process.ending import STOPPED_BEFORE, Stopped, StoppedBefore  # noqa: PLC0415
-        from speechdp.train.ownership import owned  # noqa: PLC0415
 
         comm, plan = session.comm, self._plan()
         out = OutFolder(self.out_dir, self.overwrite, inputs_of(self.data, self.options))
@@ -126,10 +125,7 @@ class SweepCommand:
         restarted = bool(os.environ.get(RESTART_REASON))
         check_sweep(session, self.options, plan, self.out_dir, overwrite=self.overwrite, restarted=restarted)
         try:
-            with owned(session, self.out_dir, "sweep") as owner:
-                if owner is not None and (stays := out.take(owner, SWEEP)):
-                    session.reporter.notice(stays)
-                comm.barrier()
+            with owned_by_ranks(session, out, "sweep", SWEEP):
                 warn_of_spread_targets(self.options, lambda: session.dataset, session.reporter.notice)
                 if comm.size == 1:
                     session.reporter.notice(_ALONE)

@@ -15,7 +15,13 @@ import tyro
 from speechdp import exit_codes
 from speechdp.cli.support.out_folder import OutFolder, inputs_of, owned_folder
 from speechdp.cli.support.script_options import ScriptOptions, StartsJobs
-from speechdp.cli.support.several_runs import check_new, check_precision, check_training, until_stopped
+from speechdp.cli.support.several_runs import (
+    check_new,
+    check_precision,
+    check_training,
+    race_until_stopped,
+    until_stopped,
+)
 from speechdp.counting import counted
 from speechdp.errors import ConfigError
 from speechdp.options.run import TrainOptions
@@ -260,17 +266,13 @@ class TuneCommand(TuneOptions, StartsJobs):
     def _hold_race(self, session: Session) -> int:
         from speechdp.experiments.race.run import hold_race  # noqa: PLC0415
         from speechdp.experiments.tune.training import race_of, settings_in  # noqa: PLC0415
-        from speechdp.process.ending import Stopped  # noqa: PLC0415
 
         ranks = session.comm.size
         plan = race_of(self._compared(ranks), settings_in(self.racing), ranks, self._shared)
-        try:
-            remedy = "a setting that fails by itself is left out"
-            hold_race(session, self._shared, plan, self.out_dir, remedy)
-        except Stopped:
-            session.reporter.notice("stopped as requested; the race will start again from its beginning")
-            return exit_codes.STOPPED
-        return 0
+        remedy = "a setting that fails by itself is left out"
+        return race_until_stopped(
+            session, lambda: hold_race(session, self._shared, plan, self.out_dir, remedy)
+        )
 
     @property
     def _trained(self) -> TrainOptions:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from speechdp.options.run import TrainOptions
     from speechdp.ownership.overwrite import FolderKind
     from speechdp.ownership.owner import FolderOwner
+    from speechdp.train.session import Session
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,27 @@ class OutFolder:
 def inputs_of(data: Path, options: TrainOptions) -> dict[str, Path | None]:
     """Return the paths that a training reads, by option; --overwrite must not delete them."""
     return {"DATA": data, "--initial-model": options.initial_model, "--alignments": options.alignments}
+
+
+@contextmanager
+def owned_by_ranks(session: Session, out: OutFolder, command: str, kind: FolderKind) -> Iterator[None]:
+    """Own a folder for all ranks during the block, and empty it first if asked.  Collective.
+
+    Args:
+        session: the ranks.
+        command: the user's command, for messages.
+        kind: kind of folder that the command writes.
+
+    Raises:
+        As `owned` and OutFolder.take.
+    """
+    from speechdp.train.ownership import owned  # noqa: PLC0415 - fast --help
+
+    with owned(session, out.path, command) as owner:
+        if owner is not None and (stays := out.take(owner, kind)):
+            session.reporter.notice(stays)
+        session.comm.barrier()
+        yield
 
 
 @contextmanager

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from speechdp.options.run import TrainOptions
     from speechdp.ownership.overwrite import FolderKind
     from speechdp.tasks.metrics import TaskRecord
+    from speechdp.train.session import Session
 
 
 def check_new(options: TrainOptions, out: Path, kind: FolderKind) -> None:
@@ -117,6 +118,18 @@ def until_stopped(out: Path, print_line: Callable[[str], None], work: Callable[[
     except JobStopped:
         print_line(f"stopped as requested; the same command continues {out}")
         return exit_codes.STOPPED
+
+
+def race_until_stopped(session: Session, race: Callable[[], None]) -> int:
+    """Hold a race on the ranks of a job; return its exit code: that of a requested stop, else 0."""
+    from speechdp.process.ending import Stopped  # noqa: PLC0415 - keeps --help fast
+
+    try:
+        race()
+    except Stopped:
+        session.reporter.notice("stopped as requested; the race will start again from its beginning")
+        return exit_codes.STOPPED
+    return 0
 
 
 def report_failures(failed: int, runs: int, logs: Path | None, what: str = "runs") -> None:
