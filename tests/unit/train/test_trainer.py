@@ -601,7 +601,7 @@ def test_a_stop_in_a_sweeps_run_on_one_rank_reaches_the_ranks_that_wait(
 )
 def test_what_a_recipe_comes_to_is_said(given: dict[str, Any], rise: str) -> None:
     options = options_with(recipe="adpsgd-asr", **given)
-    line = _describe_recipe(options, options.resolve(4), options.strategy.parsed)
+    line = _describe_recipe(options, options.resolve(4))
     assert line.startswith("recipe adpsgd-asr: 640 segments per rank and step, learning rate ")
     assert line.endswith(f" ({rise}), strategy gradient_averaging")
 
