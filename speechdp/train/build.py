@@ -14,7 +14,7 @@ from torch import nn
 from speechdp.data.loading.device_stream import DeviceStream
 from speechdp.data.loading.loader import BlockingLoader, Loader, StepLoader
 from speechdp.data.loading.source import SplitSource
-from speechdp.data.loading.source_options import Workshop, make_preprocessor, open_local_source
+from speechdp.data.loading.source_options import SourceOptions, make_preprocessor, open_local_source
 from speechdp.data.loading.source_request import SourceRequest
 from speechdp.data.loading.split_files import SplitFiles
 from speechdp.data.plan.assignment import Assignment, planned
@@ -25,7 +25,7 @@ from speechdp.data.shards.dataset import Dataset
 from speechdp.data.transforms.perturb import speed_of_utterances
 from speechdp.data.transforms.preprocess import CACHE_BYTES
 from speechdp.dealing.batch_client import Dealing
-from speechdp.dealing.batch_server import DealingLimits, Desk
+from speechdp.dealing.batch_server import BatchServer, DealingLimits
 from speechdp.errors import ConfigError, ShardError
 from speechdp.models.captured import CudaRecorder, Graphs
 from speechdp.models.precision import Precision
@@ -119,8 +119,8 @@ def _open_source(session: Session, options: TrainOptions, request: SourceRequest
     if session.feeders is not None:
         return session.feeders.open(request)
     loading = options.loading
-    workshop = Workshop(session.device, loading.preprocess_on, loading.loader_threads, comm=session.comm)
-    return open_local_source(session.dataset, request, workshop)
+    here = SourceOptions(session.device, loading.preprocess_on, loading.loader_threads, comm=session.comm)
+    return open_local_source(session.dataset, request, here)
 
 
 def plan_options_for(dataset: Dataset, options: TrainOptions) -> PlanOptions:
@@ -205,17 +205,17 @@ def _open_dealing(
     """Open the dealing of an asynchronous run.  Collective."""
     comm = session.comm
     roster = trainer.parts.strategy.roster(comm.size)
-    desk = None
+    server = None
     if comm.rank == 0:
         limits = DealingLimits(
             options.num_epochs, options.checkpoint_steps, options.max_steps, session.pause_at
         )
-        desk = Desk(plan, roster, limits, trainer.dealing_state)
+        server = BatchServer(plan, roster, limits, trainer.dealing_state)
 
     def notify_loss(rank: int) -> None:
         session.reporter.notice(loss_notice(session, rank))
 
-    dealing = Dealing(comm.peers(), roster, plan, desk, session.is_asked_to_stop, notify_loss)
+    dealing = Dealing(comm.peers(), roster, plan, server, session.is_asked_to_stop, notify_loss)
     trainer.on_loss = dealing.lose
     return dealing
 
