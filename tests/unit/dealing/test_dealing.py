@@ -208,15 +208,12 @@ def test_a_slow_rank_does_not_get_the_last_batch_by_asking_again(slowness: int) 
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_over_a_channel_all_ranks_get_what_the_desk_deals(size: int) -> None:
+def test_over_a_channel_all_ranks_get_what_the_server_deals(size: int) -> None:
     plan = planner(size)
 
     def work(comm: Communicator) -> list[Assignment]:
-        server = (
-            BatchServer(plan, roster(size), DealingLimits(EPOCHS, checkpoint_steps=2))
-            if comm.rank == 0
-            else None
-        )
+        limits = DealingLimits(EPOCHS, checkpoint_steps=2)
+        server = BatchServer(plan, roster(size), limits) if comm.rank == 0 else None
         dealing = Dealing(comm.peers(), roster(size), plan, server, lambda: False)
         assignments = list(dealing.assignments())
         dealing.close()
