@@ -81,7 +81,7 @@ def _train_run(
     # Before the folder holds a run, which the corrected command would then refuse to replace.
     resolved = _check_options(session, options, resume=resume)
     begin_tolerating(session, options)
-    origin = describe_data(session.dataset, options)
+    data_facts = describe_data(session.dataset, options)
     # On rank 0 alone, for run.json and the notice: counting takes time that the others need not spend.
     num_parameters = _num_parameters(session, resolved) if session.comm.rank == 0 else 0
     state = _prepare_folder(session, options, run, num_parameters, resume=resume)
@@ -104,13 +104,13 @@ def _train_run(
         if state is not None:
             trainer.restore(state)
             if state.size != session.comm.size:
-                _take_place(session, resolved, trainer, sources, state.size)
+                _move_to_fraction(session, resolved, trainer, sources, state.size)
         loader, dealing = open_loader(session, resolved, trainer, sources.training, stack)
         origin_s = trainer.parts.timeline.origin_s
         with sampled(session, options.loading.sample_hz, run_dir / "timeline", origin_s) as sampler:
             _run_to_end(session, trainer, loader, dealing)
         _record_timing(session, resolved, run, trainer, sources, sampler)
-        _complete(session, resolved, run, trainer, sources, origin)
+        _complete(session, resolved, run, trainer, sources, data_facts)
 
 
 def is_done(run: RunDirectory) -> bool:
@@ -321,7 +321,7 @@ def _record_start(
     run.add_start(start_facts(session, counters["step"], os.environ))
 
 
-def _take_place(
+def _move_to_fraction(
     session: Session, options: TrainOptions, trainer: Trainer, sources: Sources, begun_with: int
 ) -> None:
     """Move to the fraction of the epoch that a different number of ranks had reached, and print a notice.
@@ -445,17 +445,17 @@ def _complete(
     run: RunDirectory,
     trainer: Trainer,
     sources: Sources,
-    origin: dict[str, Any],
+    data_facts: dict[str, Any],
 ) -> None:
     """Save the model and mark the run as complete.  Collective.
 
     Args:
-        origin: description of the data for the model file, as `describe_data` returns it.
+        data_facts: description of the data for the model file, as `describe_data` returns it.
     """
     parts, comm = trainer.parts, session.comm
     parts.reporter.end()
     parts.pulse.beat("saving the model")
-    save_trained(session, options, sources.training, run.path, parts.model, origin)
+    save_trained(session, options, sources.training, run.path, parts.model, data_facts)
     if comm.rank == 0:
         counters = trainer.counters
         facts = {"step": counters.step, "epochs": counters.epoch, "host": socket.gethostname()}
