@@ -30,6 +30,7 @@ from speechdp.files import (
     sha256_of,
 )
 from speechdp.json_input import parse_json
+from speechdp.parallel.strategy import part_of
 
 CHECKPOINT_FORMAT = "speechdp-checkpoint"
 CHECKPOINT_VERSION = 1
@@ -63,8 +64,7 @@ def split_state(prefix: str, state: dict[str, Any]) -> RankState:
 
 def join_state(prefix: str, values: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Undo `split_state`."""
-    own = {k.removeprefix(f"{prefix}."): v for k, v in tensors.items() if k.startswith(f"{prefix}.")}
-    return {**values, **own}
+    return {**values, **part_of(f"{prefix}.", tensors)}
 
 
 #: Errors that another try would not mend: a missing file, or data lost by a disk here or on a file server.

@@ -9,17 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from speechdp import exit_codes
-from speechdp.cli.support.script_options import (
-    OutFolder,
-    ScriptOptions,
-    StartsJobs,
+from speechdp.cli.support.out_folder import OutFolder, inputs_of, owned_folder
+from speechdp.cli.support.script_options import ScriptOptions, StartsJobs
+from speechdp.cli.support.several_runs import (
     check_new,
     check_precision,
     check_target,
     check_training,
-    inputs_of,
-    owned_folder,
+    race_until_stopped,
     report_failures,
     until_stopped,
 )
@@ -121,18 +118,12 @@ class CompareCommand(StartsJobs):
     def _on_rank(self, session: Session) -> int:
         from speechdp.experiments.compare.plan import SEQUENTIAL  # noqa: PLC0415
         from speechdp.experiments.race.run import hold_race  # noqa: PLC0415
-        from speechdp.process.ending import Stopped  # noqa: PLC0415
 
         plan = self._plan()
         request = self._request(plan)
         options = request.options_of(SEQUENTIAL, plan.seeds[0])
         race = request.race_on(session.comm.size, plan.strategies, options)
-        try:
-            hold_race(session, options, race, self.out_dir)
-        except Stopped:
-            session.reporter.notice("stopped as requested; the race will start again from its beginning")
-            return exit_codes.STOPPED
-        return 0
+        return race_until_stopped(session, lambda: hold_race(session, options, race, self.out_dir))
 
     def _plan(self) -> ComparePlan:
         from speechdp.experiments.compare.plan import ComparePlan, checked_strategies, rates, whole_numbers  # noqa: PLC0415
@@ -270,14 +261,13 @@ def _compare(
         threads: CPU threads of each rank.
     """
     from speechdp.cli.report import print_report  # noqa: PLC0415
-    from speechdp.cli.support.console import make_console  # noqa: PLC0415
-    from speechdp.cli.support.starting import line_printer  # noqa: PLC0415
+    from speechdp.cli.support.console import line_printer  # noqa: PLC0415
     from speechdp.experiments.compare.run import Comparer  # noqa: PLC0415
     from speechdp.experiments.jobs import LOGS  # noqa: PLC0415
     from speechdp.experiments.record import FAILED  # noqa: PLC0415
     from speechdp.ownership.overwrite import COMPARISON  # noqa: PLC0415
 
-    print_line = line_printer(make_console())
+    print_line = line_printer()
     # Before the folder is emptied, because this refuses an impossible comparison.
     comparer = Comparer(out.path, plan, training(print_line), print_line, metric=metric, threads=threads)
     with owned_folder(out, "compare", print_line, COMPARISON):

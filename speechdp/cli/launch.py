@@ -20,6 +20,7 @@ from typing import Annotated
 import tyro
 
 from speechdp import exit_codes
+from speechdp.cli.support.command_line import check_forwarded
 from speechdp.cli.support.console import describe_terminal
 from speechdp.comm.environment import announced
 from speechdp.counting import counted
@@ -142,8 +143,6 @@ class LaunchCommand:
 
     def run(self) -> int:
         """Launch the job; return its exit code."""
-        from speechdp.cli.main import check_forwarded  # noqa: PLC0415 - imports this module
-
         if script := python_program(self.command, Path(sys.executable)):
             return launch(replace(self, command=self.command[1:]), script, is_script=True)
         find_target(self.command)
@@ -273,8 +272,6 @@ def _check_fewer_ranks(options: LaunchCommand, numbers: Sequence[int]) -> None:
     Raises:
         ConfigError: the strategy or the batch does not allow it, or there is no such strategy.
     """
-    from speechdp.cli.main import check_forwarded  # noqa: PLC0415 - imports this module
-
     training = check_forwarded(options.command).options
     strategy = training.strategy
     if not strategy.parsed.traits.resumes_with_other_size:  # imports torch, needed only here

@@ -10,16 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from speechdp.cli.support.script_options import (
-    OutFolder,
-    StartsJobs,
-    check_new,
-    check_precision,
-    inputs_of,
-    owned_folder,
-    report_failures,
-    until_stopped,
-)
+from speechdp.cli.support.out_folder import OutFolder, inputs_of, owned_folder
+from speechdp.cli.support.script_options import StartsJobs
+from speechdp.cli.support.several_runs import check_new, check_precision, report_failures, until_stopped
 from speechdp.options.run import TrainOptions
 from speechdp.options.shown import BATCH_JOB_OR_HERE, heading, shown
 
@@ -95,8 +88,7 @@ class ProfileCommand(StartsJobs):
 
     def _run_all(self) -> int:
         from speechdp.cli.report import print_report  # noqa: PLC0415
-        from speechdp.cli.support.console import make_console  # noqa: PLC0415
-        from speechdp.cli.support.starting import line_printer  # noqa: PLC0415
+        from speechdp.cli.support.console import line_printer  # noqa: PLC0415
         from speechdp.experiments.jobs import LOGS  # noqa: PLC0415
         from speechdp.experiments.profile.jobs import Profiler  # noqa: PLC0415
         from speechdp.experiments.profile.record import STRONG, threads_before  # noqa: PLC0415
@@ -110,7 +102,7 @@ class ProfileCommand(StartsJobs):
         assert starter.threads is not None  # a starter of commands always has it
         request = self._request(plan, starter.threads)
         check_precision(self.data, self.options, on_this_machine=starter.starts_here)
-        print_line = line_printer(make_console())
+        print_line = line_printer()
         profiler = Profiler(request, starter, print_line)
         out = OutFolder(self.out_dir, self.overwrite, inputs_of(self.data, self.options))
         with owned_folder(out, "profile", print_line, PROFILE):

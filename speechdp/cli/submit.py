@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import tyro
 
 from speechdp.cli.launch import LaunchCommand, check_options
-from speechdp.cli.main import check_forwarded
+from speechdp.cli.support.command_line import check_forwarded
 from speechdp.errors import ConfigError
 from speechdp.launching.allocation import Scheduler
 from speechdp.launching.batch_script import BatchJob, Placement, Resources, job_name, render

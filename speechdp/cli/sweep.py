@@ -10,16 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from speechdp import exit_codes
-from speechdp.cli.support.script_options import (
-    OutFolder,
-    ScriptOptions,
-    check_new,
-    check_target,
-    inputs_of,
-    owned_folder,
-    report_failures,
-    until_stopped,
-)
+from speechdp.cli.support.out_folder import OutFolder, inputs_of, owned_by_ranks, owned_folder
+from speechdp.cli.support.script_options import ScriptOptions
+from speechdp.cli.support.several_runs import check_new, check_target, report_failures, until_stopped
 from speechdp.errors import ConfigError
 from speechdp.options.run import TrainOptions
 from speechdp.options.shown import MAY_BE_EMPTY, heading, shown
@@ -124,7 +117,6 @@ class SweepCommand:
         from speechdp.options.targets import warn_of_spread_targets  # noqa: PLC0415
         from speechdp.ownership.overwrite import SWEEP  # noqa: PLC0415
         from speechdp.process.ending import STOPPED_BEFORE, Stopped, StoppedBefore  # noqa: PLC0415
-        from speechdp.train.ownership import owned  # noqa: PLC0415
 
         comm, plan = session.comm, self._plan()
         out = OutFolder(self.out_dir, self.overwrite, inputs_of(self.data, self.options))
@@ -133,10 +125,7 @@ class SweepCommand:
         restarted = bool(os.environ.get(RESTART_REASON))
         check_sweep(session, self.options, plan, self.out_dir, overwrite=self.overwrite, restarted=restarted)
         try:
-            with owned(session, self.out_dir, "sweep") as owner:
-                if owner is not None and (stays := out.take(owner, SWEEP)):
-                    session.reporter.notice(stays)
-                comm.barrier()
+            with owned_by_ranks(session, out, "sweep", SWEEP):
                 warn_of_spread_targets(self.options, lambda: session.dataset, session.reporter.notice)
                 if comm.size == 1:
                     session.reporter.notice(_ALONE)
@@ -195,8 +184,7 @@ class SweepScriptCommand:
     def run(self) -> int:
         """Run the sweep and its report; return the exit code: 1 if a run failed."""
         from speechdp.cli.report import print_report  # noqa: PLC0415 - keeps --help fast
-        from speechdp.cli.support.console import make_console  # noqa: PLC0415
-        from speechdp.cli.support.starting import line_printer  # noqa: PLC0415
+        from speechdp.cli.support.console import line_printer  # noqa: PLC0415
         from speechdp.experiments.compare.script_training import ScriptTraining  # noqa: PLC0415
         from speechdp.experiments.jobs import LOGS  # noqa: PLC0415
         from speechdp.experiments.race.plan import RaceOptions  # noqa: PLC0415
@@ -217,7 +205,7 @@ class SweepScriptCommand:
         names = list(sweep.runs())
         before = None if self.overwrite else threads_before(self.out_dir)
         starter = self.script.starter("sweep --script", self.ranks, before)
-        print_line, script = line_printer(make_console()), self.script.user_script(self.script_arguments)
+        print_line, script = line_printer(), self.script.user_script(self.script_arguments)
         training = ScriptTraining(script, starter, RaceOptions(self.race, self.race_steps), print_line)
         with owned_folder(OutFolder(self.out_dir, self.overwrite), "sweep", print_line, SWEEP):
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from speechdp import exit_codes
-from speechdp.cli.support.script_options import OutFolder, inputs_of
+from speechdp.cli.support.out_folder import OutFolder, inputs_of, owned_by_ranks
 from speechdp.errors import ConfigError, ShardError
 from speechdp.options.run import TrainOptions
 from speechdp.options.shown import heading, shown
@@ -70,7 +70,6 @@ class TrainCommand:
         from speechdp.options.targets import warn_of_spread_targets  # noqa: PLC0415
         from speechdp.process.ending import Stopped  # noqa: PLC0415
         from speechdp.train.build import check_shards  # noqa: PLC0415
-        from speechdp.train.ownership import owned  # noqa: PLC0415
         from speechdp.train.realign import check_overwriting, train_with_realignment  # noqa: PLC0415
 
         out = OutFolder(self.run_dir, self.overwrite, inputs_of(self.data, self.options))
@@ -80,10 +79,7 @@ class TrainCommand:
             check_overwriting(session, self.options, self.run_dir)
             check_shards(session, self.options)
         try:
-            with owned(session, self.run_dir, "train") as owner:
-                if owner is not None and (stays := out.take(owner, RUN)):
-                    session.reporter.notice(stays)
-                session.comm.barrier()
+            with owned_by_ranks(session, out, "train", RUN):
                 warn_of_spread_targets(self.options, lambda: session.dataset, session.reporter.notice)
                 train_with_realignment(
                     session, self.options, self.run_dir, resume=self.resume, pause_at=self.pause_at

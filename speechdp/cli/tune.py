@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import tyro
 
 from speechdp import exit_codes
-from speechdp.cli.support.script_options import (
-    OutFolder,
-    ScriptOptions,
-    StartsJobs,
+from speechdp.cli.support.out_folder import OutFolder, inputs_of, owned_folder
+from speechdp.cli.support.script_options import ScriptOptions, StartsJobs
+from speechdp.cli.support.several_runs import (
     check_new,
     check_precision,
     check_training,
-    inputs_of,
-    owned_folder,
+    race_until_stopped,
     until_stopped,
 )
 from speechdp.counting import counted
@@ -268,17 +266,13 @@ class TuneCommand(TuneOptions, StartsJobs):
     def _hold_race(self, session: Session) -> int:
         from speechdp.experiments.race.run import hold_race  # noqa: PLC0415
         from speechdp.experiments.tune.training import race_of, settings_in  # noqa: PLC0415
-        from speechdp.process.ending import Stopped  # noqa: PLC0415
 
         ranks = session.comm.size
         plan = race_of(self._compared(ranks), settings_in(self.racing), ranks, self._shared)
-        try:
-            remedy = "a setting that fails by itself is left out"
-            hold_race(session, self._shared, plan, self.out_dir, remedy)
-        except Stopped:
-            session.reporter.notice("stopped as requested; the race will start again from its beginning")
-            return exit_codes.STOPPED
-        return 0
+        remedy = "a setting that fails by itself is left out"
+        return race_until_stopped(
+            session, lambda: hold_race(session, self._shared, plan, self.out_dir, remedy)
+        )
 
     @property
     def _trained(self) -> TrainOptions:
@@ -420,14 +414,13 @@ def _search(request: TuneRequest, jobs: Callable[[Callable[[str], None]], TunedJ
         jobs: makes the jobs, given a function that takes a line of progress.
     """
     from speechdp.cli.report import print_report  # noqa: PLC0415
-    from speechdp.cli.support.console import make_console  # noqa: PLC0415
-    from speechdp.cli.support.starting import line_printer  # noqa: PLC0415
+    from speechdp.cli.support.console import line_printer  # noqa: PLC0415
     from speechdp.experiments.tune.record import holds_other_unmeasured  # noqa: PLC0415
     from speechdp.experiments.tune.run import Tuner  # noqa: PLC0415
     from speechdp.experiments.tune.search import earlier_settings  # noqa: PLC0415
     from speechdp.ownership.overwrite import TUNE, empty  # noqa: PLC0415
 
-    print_line = line_printer(make_console())
+    print_line = line_printer()
     # Before the folder is emptied, because this refuses an impossible search.
     tuner = Tuner(request, jobs(print_line), print_line)
     with owned_folder(out, "tune", print_line, TUNE) as owner:

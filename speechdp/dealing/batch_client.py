@@ -17,7 +17,7 @@ from speechdp.comm.base import PeerCommunicator
 from speechdp.comm.loss_tolerance import PeerLost, leader_lost
 from speechdp.data.plan.assignment import Assignment, Meeting, MeetingKind, PlanPosition, meeting_of
 from speechdp.data.plan.epoch_plan import EpochPlan
-from speechdp.dealing.batch_server import BatchReply, Desk, Item
+from speechdp.dealing.batch_server import BatchReply, BatchServer, Item
 from speechdp.dealing.epoch_batches import Deal
 from speechdp.parallel.declared import Roster
 
@@ -38,7 +38,7 @@ class Dealing:
         peers: a channel used only for dealing.
         roster: which rank trains on which parts.
         plan: returns the plan of an epoch.
-        desk: on rank 0, else None.
+        server: decides what each rank does next; on rank 0, else None.
         stop_asked: returns whether this rank was asked to stop.
         on_loss: on rank 0, called with every rank that was lost.
     """
@@ -48,18 +48,18 @@ class Dealing:
         peers: PeerCommunicator,
         roster: Roster,
         plan: Callable[[int], EpochPlan],
-        desk: Desk | None,
+        server: BatchServer | None,
         stop_asked: Callable[[], bool],
         on_loss: Callable[[int], None] = lambda rank: None,
     ) -> None:
-        assert (desk is not None) == (peers.rank == 0)
+        assert (server is not None) == (peers.rank == 0)
         self._peers, self._plan = peers, plan
         self._seat, self._parts = roster.seat(peers.rank), roster.parts_of_team
-        self._desk, self._stop_asked, self._on_loss = desk, stop_asked, on_loss
+        self._server, self._stop_asked, self._on_loss = server, stop_asked, on_loss
         self._closed = threading.Event()
-        self._server = None
-        if desk is not None and peers.size > 1:
-            self._server = ExchangeThread("dealing", self._serve)
+        self._thread: ExchangeThread | None = None
+        if server is not None and peers.size > 1:
+            self._thread = ExchangeThread("dealing", self._serve)
 
     def assignments(self) -> Iterator[Assignment]:
         """Yield this rank's assignments until the run ends.  Called in a loader's thread."""
@@ -93,8 +93,8 @@ class Dealing:
         )
 
     def _ask(self) -> BatchReply:
-        if self._desk is not None:
-            return self._desk.answer(self._peers.rank, stop=self._stop_asked())
+        if self._server is not None:
+            return self._server.answer(self._peers.rank, stop=self._stop_asked())
         numbers = torch.empty(_ANSWER_NUMBERS, dtype=torch.int64)
         try:
             self._peers.send(torch.tensor([int(self._stop_asked())]), 0, tag=_REQUEST)
@@ -113,21 +113,21 @@ class Dealing:
                 self.lose(loss.ranks)
 
     def _serve_next(self, asking: set[int]) -> None:
-        assert self._desk is not None
+        assert self._server is not None
         request = torch.empty(1, dtype=torch.int64)
         rank = self._peers.recv(request, tag=_REQUEST)
         if rank not in asking:
             return  # the rank was lost after it sent this request
-        answer = self._desk.answer(rank, stop=bool(request.item()))
+        answer = self._server.answer(rank, stop=bool(request.item()))
         self._peers.send(_encode(answer), rank, tag=_ANSWER)
         if isinstance(answer.item, Meeting) and answer.item.kind in _LAST:
             asking.remove(rank)
 
     def lose(self, ranks: Collection[int]) -> None:
         """Continue without `ranks`.  Does nothing on ranks other than 0."""
-        if self._desk is not None:
+        if self._server is not None:
             for rank in sorted(ranks):
-                if self._desk.lose(rank):
+                if self._server.lose(rank):
                     self._on_loss(rank)
 
     def stop_asking(self) -> None:
@@ -137,8 +137,8 @@ class Dealing:
     def close(self) -> None:
         """Join the thread and close the channel.  Collective, at the run's end."""
         self._closed.set()
-        if self._server is not None:
-            self._server.join()
+        if self._thread is not None:
+            self._thread.join()
         self._peers.close()
 
 

@@ -71,7 +71,7 @@ class BatchReply:
     num_batches: int = 1
 
 
-class Desk:
+class BatchServer:
     """Decides what each rank does next; lives on rank 0.  Thread-safe.
 
     Args:
@@ -129,7 +129,7 @@ class Desk:
             return answer or BatchReply(None)
 
     def lose(self, rank: int) -> bool:
-        """Continue without `rank`, a team of its own; return False if it is a server or was lost before.
+        """Continue without `rank`, a team of its own; return False if it does not train or was lost before.
 
         The batches that it may not have trained on are dealt again, unless the dealing of their epoch has
         ended.

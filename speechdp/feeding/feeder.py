@@ -16,7 +16,7 @@ from torch import Tensor
 from speechdp.comm import environment
 from speechdp.comm.packets import Pacing, Packet, PacketChannel
 from speechdp.data.loading.source import Pending, SplitSource
-from speechdp.data.loading.source_options import Workshop, open_local_source
+from speechdp.data.loading.source_options import SourceOptions, open_local_source
 from speechdp.data.loading.source_request import SourceRequest
 from speechdp.data.plan.assignment import PlanPosition
 from speechdp.data.shards.dataset import Dataset
@@ -25,7 +25,7 @@ from speechdp.feeding.fed_source import transcript_tensors, unpack_segments
 from speechdp.feeding.feeder_link import TRAVELLING
 
 
-def feed(channel: PacketChannel, trainers: Sequence[int], dataset: Dataset, workshop: Workshop) -> int:
+def feed(channel: PacketChannel, trainers: Sequence[int], dataset: Dataset, options: SourceOptions) -> int:
     """Serve trainers until the last one has finished; return the exit code they have agreed on.
 
     A second thread makes batches in the order in which they are requested.  Meanwhile this thread sends and
@@ -35,14 +35,14 @@ def feed(channel: PacketChannel, trainers: Sequence[int], dataset: Dataset, work
         channel: packets between this feeder and its trainers; nobody else on this rank receives from it.
         trainers: ranks in the channel.
         dataset: the data.
-        workshop: how batches are made on this rank.
+        options: how batches are made on this rank.
 
     Raises:
         CommunicationError: the transport has failed.
         Exception: a defect in making a batch.  Errors of damaged data are sent to the trainer that asked,
             which raises them.
     """
-    maker = _Maker(channel, dataset, workshop)
+    maker = _Maker(channel, dataset, options)
     exit_codes: dict[int, int] = {}
     pacing = Pacing()
     try:
@@ -87,8 +87,8 @@ class _Maker:
     Args: as `feed`'s.
     """
 
-    def __init__(self, channel: PacketChannel, dataset: Dataset, workshop: Workshop) -> None:
-        self._channel, self._dataset, self._workshop = channel, dataset, workshop
+    def __init__(self, channel: PacketChannel, dataset: Dataset, options: SourceOptions) -> None:
+        self._channel, self._dataset, self._options = channel, dataset, options
         self._sources: dict[tuple[int, int], _OpenedSource] = {}
         self._shared: dict[str, _OpenedSource] = {}
         self._packets: queue.SimpleQueue[Packet | None] = queue.SimpleQueue()
@@ -123,7 +123,7 @@ class _Maker:
     def _step(self) -> bool:
         """Start a batch, finish one, or answer another request; return False at the end."""
         # Keep as many batches in work as there are preprocessing threads, and one more that is being read.
-        if self._begun and (len(self._begun) > self._workshop.num_threads or self._packets.empty()):
+        if self._begun and (len(self._begun) > self._options.num_threads or self._packets.empty()):
             self._finish(self._begun.popleft())
             return True
         packet = self._packets.get()
@@ -182,7 +182,7 @@ class _Maker:
         opened = self._shared.get(key)
         if opened is None:
             request = SourceRequest.from_json(asked.head["request"])
-            opened = _OpenedSource(open_local_source(self._dataset, request, self._workshop), key)
+            opened = _OpenedSource(open_local_source(self._dataset, request, self._options), key)
             self._shared[key] = opened
         opened.num_users += 1
         self._sources[asked.source, asked.head["source"]] = opened

@@ -13,7 +13,7 @@ from speechdp.comm.base import Communicator
 from speechdp.comm.packets import Allocate, fresh
 from speechdp.comm.startup.feeder_roles import Roles
 from speechdp.data.loading.buffers import BufferPool
-from speechdp.data.loading.source_options import Workshop
+from speechdp.data.loading.source_options import SourceOptions
 from speechdp.data.shards.dataset import Dataset
 from speechdp.feeding.feeder import feed
 from speechdp.feeding.feeder_link import FeederLink
@@ -66,7 +66,8 @@ def serve_trainers(job: Communicator, roles: Roles, dataset: Dataset, num_thread
     """
     channel = job.packets()
     trainers = roles.trainers_of(job.rank)
-    exit_code = feed(channel, trainers, dataset, Workshop(num_threads=num_threads, num_ranks=len(trainers)))
+    options = SourceOptions(num_threads=num_threads, num_ranks=len(trainers))
+    exit_code = feed(channel, trainers, dataset, options)
     channel.close()
     return exit_code
 

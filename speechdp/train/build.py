@@ -14,7 +14,7 @@ from torch import nn
 from speechdp.data.loading.device_stream import DeviceStream
 from speechdp.data.loading.loader import BlockingLoader, Loader, StepLoader
 from speechdp.data.loading.source import SplitSource
-from speechdp.data.loading.source_options import Workshop, make_preprocessor, open_local_source
+from speechdp.data.loading.source_options import SourceOptions, make_preprocessor, open_local_source
 from speechdp.data.loading.source_request import SourceRequest
 from speechdp.data.loading.split_files import SplitFiles
 from speechdp.data.plan.assignment import Assignment, planned
@@ -25,7 +25,7 @@ from speechdp.data.shards.dataset import Dataset
 from speechdp.data.transforms.perturb import speed_of_utterances
 from speechdp.data.transforms.preprocess import CACHE_BYTES
 from speechdp.dealing.batch_client import Dealing
-from speechdp.dealing.batch_server import DealingLimits, Desk
+from speechdp.dealing.batch_server import BatchServer, DealingLimits
 from speechdp.errors import ConfigError, ShardError
 from speechdp.models.captured import CudaRecorder, Graphs
 from speechdp.models.precision import Precision
@@ -35,7 +35,6 @@ from speechdp.parallel.batch_statistics import refuse_unsynchronised
 from speechdp.parallel.loss_scale import make_scaler
 from speechdp.parallel.replica import Replica
 from speechdp.parallel.run_files import Metrics, RunDirectory
-from speechdp.parallel.strategy import Strategy
 from speechdp.process.notices import add_notice
 from speechdp.tasks.base import Task
 from speechdp.timing.timeline import Timeline
@@ -66,7 +65,7 @@ class Sources:
     held_out: SplitSource
 
 
-def check_sources(session: Session, options: TrainOptions, strategy: Strategy) -> None:
+def check_sources(session: Session, options: TrainOptions) -> None:
     """Refuse invalid data and invalid combinations of batch options.
 
     Raises:
@@ -83,6 +82,7 @@ def check_sources(session: Session, options: TrainOptions, strategy: Strategy) -
     check_alignments(options.alignments)
     if options.loading.preprocess_on == "gpu" and session.device.type != "cuda":
         raise ConfigError("--preprocess-on gpu: this rank computes on the CPU; leave it out, or use a GPU")
+    strategy = options.strategy.parsed
     if options.batch.order == "blocking-sort" and not strategy.traits.synchronous:
         raise ConfigError(
             f"--order blocking-sort: {strategy.name} reads batch by batch; choose another order or strategy"
@@ -119,8 +119,8 @@ def _open_source(session: Session, options: TrainOptions, request: SourceRequest
     if session.feeders is not None:
         return session.feeders.open(request)
     loading = options.loading
-    workshop = Workshop(session.device, loading.preprocess_on, loading.loader_threads, comm=session.comm)
-    return open_local_source(session.dataset, request, workshop)
+    here = SourceOptions(session.device, loading.preprocess_on, loading.loader_threads, comm=session.comm)
+    return open_local_source(session.dataset, request, here)
 
 
 def plan_options_for(dataset: Dataset, options: TrainOptions) -> PlanOptions:
@@ -205,17 +205,17 @@ def _open_dealing(
     """Open the dealing of an asynchronous run.  Collective."""
     comm = session.comm
     roster = trainer.parts.strategy.roster(comm.size)
-    desk = None
+    server = None
     if comm.rank == 0:
         limits = DealingLimits(
             options.num_epochs, options.checkpoint_steps, options.max_steps, session.pause_at
         )
-        desk = Desk(plan, roster, limits, trainer.dealing_state)
+        server = BatchServer(plan, roster, limits, trainer.dealing_state)
 
     def notify_loss(rank: int) -> None:
         session.reporter.notice(loss_notice(session, rank))
 
-    dealing = Dealing(comm.peers(), roster, plan, desk, session.is_asked_to_stop, notify_loss)
+    dealing = Dealing(comm.peers(), roster, plan, server, session.is_asked_to_stop, notify_loss)
     trainer.on_loss = dealing.lose
     return dealing
 

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from speechdp.checkpoint.state import RankState, join_state, split_state
+from speechdp.checkpoint.state import RankState, split_state
 from speechdp.comm.base import Communicator
 from speechdp.parallel.batch_statistics import load_buffers, running_statistics
 from speechdp.parallel.replica import Replica
+from speechdp.parallel.strategy import part_of
 
 _NAME = "epoch_average"
 
@@ -117,9 +118,9 @@ class EpochAverage:
         self._num_models = state.values.get(_NAME, 0)
         if self._comm.rank != 0 or not self._num_models:
             return
-        sums = join_state(_NAME, {}, state.tensors)
-        self._parameters = sums.pop("parameters").clone()
-        self._statistics = {name.removeprefix("statistics."): x.clone() for name, x in sums.items()}
+        sums = part_of(f"{_NAME}.", state.tensors)
+        self._parameters = sums["parameters"].clone()
+        self._statistics = {name: x.clone() for name, x in part_of("statistics.", sums).items()}
 
 
 def _sum_from(tensor: Tensor) -> Tensor:

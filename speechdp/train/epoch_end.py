@@ -11,17 +11,17 @@ from speechdp.parallel.run_files import Metrics
 from speechdp.parallel.strategy import final_models
 from speechdp.timing.timeline import Span
 from speechdp.train.evaluate import HeldOutScores, choose_final_model, relative_distance
-from speechdp.train.trainer_state import Standing, TrainingParts
+from speechdp.train.trainer_state import TrainingParts, TrainingState
 
 
 def measure_epoch(
-    parts: TrainingParts, at: Standing, epochs_done: float, time_s: float, frames_per_s: float
+    parts: TrainingParts, training: TrainingState, epochs_done: float, time_s: float, frames_per_s: float
 ) -> Metrics:
     """Return the metrics of an epoch, or of its first part, over all ranks, finite or not.  Collective.
 
     Args:
         parts: parts of the trainer; their strategy provides the model to score.
-        at: state of training, with this rank's loss of the epoch.
+        training: state of training, with this rank's loss of the epoch.
         epochs_done: epochs done, including this one or the part of it that is done.
         time_s: training time of the run so far, s.
         frames_per_s: speed of all ranks together since the previous evaluation, frames/s.
@@ -30,7 +30,7 @@ def measure_epoch(
         DivergedError: no loss was finite.
         RunError: no frame was trained on, or no held-out frame was scored.
     """
-    loss, frames, learnt = parts.comm.allreduce(at.epoch_loss.clone(), name="epoch_loss").tolist()
+    loss, frames, learnt = parts.comm.allreduce(training.epoch_loss.clone(), name="epoch_loss").tolist()
     if frames == 0 and learnt > 0:
         scales = parts.replica.scaler is not None
         which, remedy = (
@@ -46,8 +46,8 @@ def measure_epoch(
     held_out, distance = _evaluate(parts, epochs_done)
     return Metrics(
         epoch=epochs_done,
-        step=at.counters.step,
-        frames=at.counters.frames,
+        step=training.counters.step,
+        frames=training.counters.frames,
         time_s=time_s,
         train_loss=loss / frames,
         learning_rate=parts.schedule.at(epochs_done - 1e-9),

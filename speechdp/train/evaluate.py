@@ -144,8 +144,6 @@ def choose_final_model(candidates: list[Tensor], replica: Replica, score: Callab
     Returns:
         0 if the replica's own parameters were best, else the number of the candidate, from 1.
     """
-    if not candidates:
-        return 0
     values = replica.parameters.values
     vectors = [values.clone(), *candidates]
     scores = []

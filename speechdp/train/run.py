@@ -24,7 +24,6 @@ from speechdp.options.run import TrainOptions
 from speechdp.parallel.registry import describe
 from speechdp.parallel.run_files import MODEL_NAME, TRAINED_ON, RunDirectory
 from speechdp.parallel.stop import StopAgreement
-from speechdp.parallel.strategy import Strategy
 from speechdp.process.ending import Stopped
 from speechdp.process.output import losses_noted_in
 from speechdp.tasks.metrics import Metric
@@ -80,14 +79,14 @@ def _train_run(
         _keep_complete(session, options, run)  # the data it was trained on may have been deleted
         return
     # Before the folder holds a run, which the corrected command would then refuse to replace.
-    resolved, strategy = _check_options(session, options, resume=resume), options.strategy.parsed
+    resolved = _check_options(session, options, resume=resume)
     begin_tolerating(session, options)
-    origin = describe_data(session.dataset, options)
+    data_facts = describe_data(session.dataset, options)
     # On rank 0 alone, for run.json and the notice: counting takes time that the others need not spend.
     num_parameters = _num_parameters(session, resolved) if session.comm.rank == 0 else 0
     state = _prepare_folder(session, options, run, num_parameters, resume=resume)
     if options.recipe != "none":
-        session.reporter.notice(_describe_recipe(options, resolved, strategy))
+        session.reporter.notice(_describe_recipe(options, resolved))
     if session.comm.rank == 0:
         session.reporter.notice(_describe_model(session, resolved, num_parameters))
         for line in _describe_precision(session, resolved):
@@ -105,11 +104,13 @@ def _train_run(
         if state is not None:
             trainer.restore(state)
             if state.size != session.comm.size:
-                _take_place(session, resolved, trainer, sources, state.size)
+                _move_to_fraction(session, resolved, trainer, sources, state.size)
         loader, dealing = open_loader(session, resolved, trainer, sources.training, stack)
-        with sampled(session, options.loading.sample_hz, run_dir, trainer.parts.timeline) as sampler:
+        origin_s = trainer.parts.timeline.origin_s
+        with sampled(session, options.loading.sample_hz, run_dir / "timeline", origin_s) as sampler:
             _run_to_end(session, trainer, loader, dealing)
-        _conclude(session, resolved, run, trainer, sources, origin, sampler)
+        _record_timing(session, resolved, run, trainer, sources, sampler)
+        _complete(session, resolved, run, trainer, sources, data_facts)
 
 
 def is_done(run: RunDirectory) -> bool:
@@ -138,20 +139,19 @@ def check_beginning(
 def _check_options(session: Session, options: TrainOptions, *, resume: bool) -> TrainOptions:
     """Return the options resolved for these ranks; refuse those that cannot be trained with.  Collective."""
     resolved = options.resolve(training_ranks(options, session.comm.size))
-    strategy = options.strategy.parsed
-    check_tolerance(session, options, strategy)
-    strategy.check_ranks(session.comm)
-    _check_data(session, resolved, strategy, resume=resume)
+    check_tolerance(session, options)
+    options.strategy.parsed.check_ranks(session.comm)
+    _check_data(session, resolved, resume=resume)
     return resolved
 
 
-def _check_data(session: Session, resolved: TrainOptions, strategy: Strategy, *, resume: bool) -> None:
+def _check_data(session: Session, resolved: TrainOptions, *, resume: bool) -> None:
     """Refuse data that cannot be trained on with these options, or from this initial model."""
     if session.dataset.alignment == UNALIGNED:
         raise ConfigError(f"{session.dataset.path}: has no alignment (prepare --like) and can only be scored")
     check_description(session.dataset)
     check_task(session.dataset, resolved)
-    check_sources(session, resolved, strategy)
+    check_sources(session, resolved)
     check_precision(session, resolved)
     if not resume:  # a checkpoint has its own weights, and the initial model may have been deleted
         check_initial_model(session.dataset, resolved)
@@ -176,7 +176,7 @@ def _run_to_end(session: Session, trainer: Trainer, loader: StepLoader, dealing:
         raise stopped
 
 
-def _describe_recipe(options: TrainOptions, resolved: TrainOptions, strategy: Strategy) -> str:
+def _describe_recipe(options: TrainOptions, resolved: TrainOptions) -> str:
     """Describe what a recipe amounts to on these ranks: without scaling there is no warm-up."""
     schedule, batch = resolved.schedule(), resolved.batches().batch_size
     rise = "no warm-up"
@@ -186,7 +186,7 @@ def _describe_recipe(options: TrainOptions, resolved: TrainOptions, strategy: St
         rise += ": the batch is not larger than --base-batch"
     return (
         f"recipe {options.recipe}: {batch} segments per rank and step, "
-        f"learning rate {schedule.learning_rate:g} ({rise}), strategy {strategy.name}"
+        f"learning rate {schedule.learning_rate:g} ({rise}), strategy {options.strategy.name}"
     )
 
 
@@ -260,48 +260,68 @@ def _how_to_train_on(options: TrainOptions, run: RunDirectory) -> str:
 def _prepare_folder(
     session: Session, options: TrainOptions, run: RunDirectory, num_parameters: int, *, resume: bool
 ) -> RankState | None:
-    comm = session.comm
+    """Begin or resume the run in its folder; return the state to resume from, or None.  Collective."""
+    comm, is_new = session.comm, False
     if comm.rank == 0:
-        _refuse_begun(run, resume=resume)
-        if run.is_begun:
-            _check_same(session, options, run)
-        elif resume and next(checkpoint_steps(run.path), None) is not None:
-            raise RunError(
-                f"{run.path}: has checkpoints, but no run.json that says what run they are of; put it back, "
-                "or start over with --overwrite"
-            )
+        _check_folder(session, options, run, resume=resume)
     comm.barrier()
-    notices: list[str] = []
-    any_size = options.strategy.parsed.traits.resumes_with_other_size
-    state = None
-    if resume:
-        num_feeders = options.loading.feeders
-        state = load_checkpoint(run.path, comm, notices, any_size=any_size, num_feeders=num_feeders)
-    for notice in notices:
-        session.reporter.notice(notice)
-    is_new = comm.rank == 0 and not run.is_begun
-    if is_new:
-        run.begin(_facts(session, options, num_parameters))
+    state = _load_state(session, options, run) if resume else None
     if comm.rank == 0:
-        for notice in keep_description(session.dataset, run.path / TRAINED_ON):
-            session.reporter.notice(notice)
-    counters = {"step": 0, "epoch": 0} if state is None else state.values["counters"]
-    step = counters["step"]
-    if comm.rank == 0:
-        StatusFolder(run.path).clear()
-        if resume:
-            run.resize(_facts_of_size(session, options))
-        run.truncate_metrics(step, counters["epoch"])
-        run.add_start(start_facts(session, step, os.environ))
+        is_new = not run.is_begun
+        if is_new:
+            run.begin(_facts(session, options, num_parameters))
+        _record_start(session, options, run, state, resume=resume)
     comm.barrier()
     if resume and (state is None or state.size == comm.size):
-        done = "the beginning" if state is None else f"step {step}"
+        done = "the beginning" if state is None else f"step {state.values['counters']['step']}"
         happens = "holds no run to resume, starting a new one" if is_new else f"resuming from {done}"
         session.reporter.notice(f"{run.path}: {happens}")
     return state
 
 
-def _take_place(
+def _check_folder(session: Session, options: TrainOptions, run: RunDirectory, *, resume: bool) -> None:
+    """Refuse a folder in which this run can neither begin nor resume; on rank 0.
+
+    Raises:
+        ConfigError: it holds a run that is not to be resumed, or one of other options or data.
+        RunError: its run.json is missing or damaged.
+    """
+    _refuse_begun(run, resume=resume)
+    if run.is_begun:
+        _check_same(session, options, run)
+    elif resume and next(checkpoint_steps(run.path), None) is not None:
+        raise RunError(
+            f"{run.path}: has checkpoints, but no run.json that says what run they are of; put it back, "
+            "or start over with --overwrite"
+        )
+
+
+def _load_state(session: Session, options: TrainOptions, run: RunDirectory) -> RankState | None:
+    """Return this rank's state from the last usable checkpoint; None: there is none.  Collective."""
+    notices: list[str] = []
+    any_size = options.strategy.parsed.traits.resumes_with_other_size
+    num_feeders = options.loading.feeders
+    state = load_checkpoint(run.path, session.comm, notices, any_size=any_size, num_feeders=num_feeders)
+    for notice in notices:
+        session.reporter.notice(notice)
+    return state
+
+
+def _record_start(
+    session: Session, options: TrainOptions, run: RunDirectory, state: RankState | None, *, resume: bool
+) -> None:
+    """Record in the folder that training starts from `state`; remove what came after it.  On rank 0."""
+    for notice in keep_description(session.dataset, run.path / TRAINED_ON):
+        session.reporter.notice(notice)
+    StatusFolder(run.path).clear()
+    if resume:
+        run.resize(_facts_of_size(session, options))
+    counters = {"step": 0, "epoch": 0} if state is None else state.values["counters"]
+    run.truncate_metrics(counters["step"], counters["epoch"])
+    run.add_start(start_facts(session, counters["step"], os.environ))
+
+
+def _move_to_fraction(
     session: Session, options: TrainOptions, trainer: Trainer, sources: Sources, begun_with: int
 ) -> None:
     """Move to the fraction of the epoch that a different number of ranks had reached, and print a notice.
@@ -386,15 +406,15 @@ def _utterances_left_out(session: Session, options: TrainOptions, sources: Sourc
     return found
 
 
-def _conclude(
+def _record_timing(
     session: Session,
     options: TrainOptions,
     run: RunDirectory,
     trainer: Trainer,
     sources: Sources,
-    origin: dict[str, Any],
     sampler: Sampler | None,
 ) -> None:
+    """Write timing.json from the times and the traffic of all ranks.  Collective."""
     parts, comm = trainer.parts, session.comm
     parts.pulse.beat("the end of the run")
     data = sources.training.times.summary()  # before counting the targets, which is not part of training
@@ -417,9 +437,25 @@ def _conclude(
     # A run resumed at its very end has timed only a meeting; its timeline still holds all steps.
     if timing is not None and has_timed_steps(timing):
         write_timing(run.path, timing)
+
+
+def _complete(
+    session: Session,
+    options: TrainOptions,
+    run: RunDirectory,
+    trainer: Trainer,
+    sources: Sources,
+    data_facts: dict[str, Any],
+) -> None:
+    """Save the model and mark the run as complete.  Collective.
+
+    Args:
+        data_facts: description of the data for the model file, as `describe_data` returns it.
+    """
+    parts, comm = trainer.parts, session.comm
     parts.reporter.end()
     parts.pulse.beat("saving the model")
-    save_trained(session, options, sources.training, run.path, parts.model, origin)
+    save_trained(session, options, sources.training, run.path, parts.model, data_facts)
     if comm.rank == 0:
         counters = trainer.counters
         facts = {"step": counters.step, "epochs": counters.epoch, "host": socket.gethostname()}

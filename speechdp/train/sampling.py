@@ -4,43 +4,30 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from speechdp.comm.environment import host_name
 from speechdp.process.notices import warn
 from speechdp.timing.gpu import gpu_uuid
 from speechdp.timing.sampler import Sampler
-from speechdp.timing.timeline import Timeline
 from speechdp.train.session import Session
 
 
-def sampled(
-    session: Session, hz: float, run_dir: Path, timeline: Timeline
-) -> AbstractContextManager[Sampler | None]:
-    """Record in RUN/timeline/samples-HOST.jsonl what ranks use during the block.  Collective at its start.
-
-    Args:
-        session: the ranks.
-        hz: samples per second; 0: no samples, and no exchange.
-        run_dir: the run's folder.
-        timeline: timeline of this rank; the samples use its time scale.
-
-    Returns:
-        A context manager that yields this host's sampler on the rank that samples, None on others.
-    """
-    return sampled_into(session, hz, run_dir / "timeline", timeline.origin_s)
-
-
 @contextmanager
-def sampled_into(session: Session, hz: float, folder: Path, origin_s: float) -> Iterator[Sampler | None]:
+def sampled(session: Session, hz: float, folder: Path, origin_s: float) -> Iterator[Sampler | None]:
     """Record in FOLDER/samples-HOST.jsonl what ranks use during the block.  Collective at its start.
+
+    Yields this host's sampler on the rank that samples, None on others.
 
     If a host could not be recorded, its sampling rank prints why at the end, even if the block fails.  That
     is not left to rank 0, because ranks that have failed must not wait for one another.
 
-    Args: as for `sampled`; `origin_s` is the `time.perf_counter` time from which the samples' times count.
-    Returns: as for `sampled`.
+    Args:
+        session: the ranks.
+        hz: samples per second; 0: no samples, and no exchange.
+        folder: folder for the samples.
+        origin_s: the `time.perf_counter` time from which the samples' times count.
     """
     if hz == 0:
         yield None

@@ -7,15 +7,14 @@ from speechdp.comm.base import Communicator
 from speechdp.counting import counted
 from speechdp.errors import ConfigError, RunError
 from speechdp.options.run import TrainOptions
-from speechdp.parallel.strategy import Strategy
 from speechdp.train.session import Session
 
 
-def check_tolerance(session: Session, options: TrainOptions, strategy: Strategy) -> None:
+def check_tolerance(session: Session, options: TrainOptions) -> None:
     """Refuse --tolerate-loss if the strategy, back-end or MPI cannot do it.  Raises ConfigError."""
     if not options.faults.tolerate_loss:
         return
-    if not strategy.traits.survives_loss:
+    if not options.strategy.parsed.traits.survives_loss:
         raise ConfigError(
             f"--tolerate-loss: {options.strategy} waits for every rank in its exchanges; choose --strategy "
             "ad_psgd (without groups), or use speechdp launch --max-restarts instead"

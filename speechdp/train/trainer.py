@@ -27,8 +27,9 @@ from speechdp.process.heap import HeapTrimmer
 from speechdp.tasks.base import loss_mistake
 from speechdp.timing.timeline import Span
 from speechdp.train.epoch_end import measure_epoch, settle_final_model
+from speechdp.train.evaluate import HeldOutScores
 from speechdp.train.tolerance import lost_ranks
-from speechdp.train.trainer_state import Counters, Standing, TrainingParts, collect_state, restore_state
+from speechdp.train.trainer_state import Counters, TrainingParts, TrainingState, collect_state, restore_state
 
 
 class Trainer:
@@ -46,22 +47,24 @@ class Trainer:
         #: The place in training at which the last checkpoint was saved.
         self._saved_at: tuple[int, int, int] | None = None
         self._evaluated_at: tuple[int, int, int] | None = None
-        self._at = Standing(torch.zeros(3, dtype=torch.float64, device=parts.device))
+        self._state = TrainingState(torch.zeros(3, dtype=torch.float64, device=parts.device))
         self._sent_bytes = 0.0
         self._begun_s = 0.0
         self._measured_from = (0, 0.0)
+        self._pause_at = 0
+        self._shown_loss: float | None = None
         #: Called with the ranks that were lost.
         self.on_loss: Callable[[Collection[int]], None] = lambda ranks: None
 
     @property
     def counters(self) -> Counters:
         """How far training has come."""
-        return self._at.counters
+        return self._state.counters
 
     @property
     def dealing_state(self) -> dict[str, Any]:
         """State of the dealing of an asynchronous run; on rank 0."""
-        return self._at.dealing
+        return self._state.dealing
 
     @property
     def position(self) -> Position:
@@ -165,7 +168,7 @@ class Trainer:
         parts.pulse.beat()
         counters.epoch, counters.step, counters.frames = meeting.epoch, meeting.step, meeting.frames
         counters.frames_per_rank = meeting.frames / parts.comm.size
-        self._at.dealing = meeting.state
+        self._state.dealing = meeting.state
 
     def traffic(self) -> dict[str, Any]:
         """Return the bytes this rank has sent, the training time for them, and the strategy's statistics."""
@@ -186,7 +189,7 @@ class Trainer:
 
         Collective.  Raises RunError: its score is not finite, or writing fails.
         """
-        parts, counters = self.parts, self.counters
+        parts = self.parts
         number = parts.average.conclude(parts.replica, parts.model)
         if number == 1:
             return
@@ -198,27 +201,33 @@ class Trainer:
             if not math.isfinite(mean):
                 self._refuse(f"the {main.name} of the mean of the last {number} epochs' models is {mean}")
             if parts.comm.rank == 0:
-                run = RunDirectory(self._run_dir)
-                lasts = run.values(main.recorded_as)[-1:]  # none: metrics.jsonl was deleted
-                run.add_values(
-                    {
-                        "epoch": counters.epoch,
-                        "step": counters.step,
-                        "frames": counters.frames,
-                        "time_s": parts.timeline.training_time_s,
-                        AVERAGED_EPOCHS: number,
-                        **{f"heldout_{key}": value for key, value in held_out.values.items()},
-                        "heldout_frames": held_out.num_frames,
-                    }
-                )
-                run.sync_metrics()
-                parts.on_mean(counters.step, held_out.values)
-                line = f"final model: the mean of the last {number} epochs, {main.with_unit(mean)}"
-                for _, last in lasts:
-                    line += f"; the last alone: {main.with_unit(last)}"
-                    if main.is_past(main.score(last), main.score(mean)):
-                        line += ", which is better: average fewer epochs, or train for longer"
-                parts.reporter.notice(line)
+                self._record_mean(number, held_out)
+
+    def _record_mean(self, number: int, held_out: HeldOutScores) -> None:
+        """Record and report the scores of the mean of the last `number` epochs' models; on rank 0."""
+        parts, counters = self.parts, self.counters
+        run, main = RunDirectory(self._run_dir), parts.task.metrics[0]
+        lasts = run.values(main.recorded_as)[-1:]  # none: metrics.jsonl was deleted
+        run.add_values(
+            {
+                "epoch": counters.epoch,
+                "step": counters.step,
+                "frames": counters.frames,
+                "time_s": parts.timeline.training_time_s,
+                AVERAGED_EPOCHS: number,
+                **{f"heldout_{key}": value for key, value in held_out.values.items()},
+                "heldout_frames": held_out.num_frames,
+            }
+        )
+        run.sync_metrics()
+        parts.on_mean(counters.step, held_out.values)
+        mean = held_out.values[main.key]
+        line = f"final model: the mean of the last {number} epochs, {main.with_unit(mean)}"
+        for _, last in lasts:
+            line += f"; the last alone: {main.with_unit(last)}"
+            if main.is_past(main.score(last), main.score(mean)):
+                line += ", which is better: average fewer epochs, or train for longer"
+        parts.reporter.notice(line)
 
     def _check_final_model(self) -> None:
         """Refuse a final model that is not finite; with --max-steps it may be unevaluated.  Collective."""
@@ -297,16 +306,16 @@ class Trainer:
                 self.parts.graphs.capture()
 
     def _note_loss(self, total: Tensor, num_frames: int, step: Step) -> None:
-        shown, sums = total, self._at.epoch_loss
-        total, count = self._watch.counted(total, num_frames)
-        sums[0] += total
+        sums = self._state.epoch_loss
+        counted, count = self._watch.counted(total, num_frames)
+        sums[0] += counted
         sums[1] += count
         sums[2] += num_frames
         if not (step.ends_epoch or self._watch.is_due(self.counters.step)):
             return
-        value = total.item() if not total.is_cuda else self._at.epoch_loss[0].item()
+        value = sums[0].item() if total.is_cuda else counted.item()
         # A loss that is not counted has 0 in the sum; that 0 must not be shown.
-        known = not total.is_cuda and math.isfinite(shown.item())
+        known = not total.is_cuda and math.isfinite(total.item())
         self._shown_loss = value / num_frames if known else None
         if not math.isfinite(value):
             self._refuse(f"the loss is {value} at step {self.counters.step + 1}")
@@ -328,14 +337,11 @@ class Trainer:
             f"{last_checkpoint_note(self._run_dir)}"
         )
 
-    _shown_loss: float | None = None
-    _pause_at = 0
-
     def _end_epoch(self, epochs_done: int) -> None:
         self._evaluate(epochs_done)
         self.counters.epoch, self.counters.step_in_epoch = epochs_done, 0
         self._evaluated_at = self._place
-        self._at.epoch_loss.zero_()
+        self._state.epoch_loss.zero_()
         self.save()
         if epochs_done < self._options.num_epochs and not self._is_over:
             self.capture_graphs()
@@ -362,7 +368,7 @@ class Trainer:
             if counters.frames == before_frames:
                 before_frames, before_s = 0, 0.0
             speed = (counters.frames - before_frames) / max(time_s - before_s, 1e-9)
-            metrics = measure_epoch(parts, self._at, epochs_done, time_s, speed)
+            metrics = measure_epoch(parts, self._state, epochs_done, time_s, speed)
             self._measured_from = counters.frames, time_s
             main = parts.task.metrics[0]
             if not math.isfinite(metrics.train_loss + metrics.held_out[main.key]):
@@ -390,7 +396,7 @@ class Trainer:
             return
         self.counters.time_s = self.parts.timeline.training_time_s
         with self.parts.timeline.event(Span.CHECKPOINT):
-            self._writer.start(self.counters.step, collect_state(self.parts, self._at))
+            self._writer.start(self.counters.step, collect_state(self.parts, self._state))
         self.parts.pulse.beat()
         self._saved_at = self._place
 
@@ -419,7 +425,7 @@ class Trainer:
 
     def restore(self, state: RankState) -> None:
         """Restore a checkpoint's state.  Collective.  Raises as `restore_state`."""
-        self._at = restore_state(self.parts, state, self._run_dir, self._options.seed)
+        self._state = restore_state(self.parts, state, self._run_dir, self._options.seed)
         self._begun_s = self.counters.time_s
         self._measured_from = self.counters.frames, self.counters.time_s
         self._writer.resume_from(self.counters.step)

@@ -86,7 +86,7 @@ class TrainingParts:
 
 
 @dataclass
-class Standing:
+class TrainingState:
     """The state of training on this rank, besides replica and strategy.
 
     Attributes:
@@ -101,7 +101,7 @@ class Standing:
     dealing: dict[str, Any] = field(default_factory=dict)
 
 
-def collect_state(parts: TrainingParts, at: Standing) -> RankState:
+def collect_state(parts: TrainingParts, training: TrainingState) -> RankState:
     """Return everything this rank needs to continue."""
     strategy = split_state("strategy", parts.strategy.state_dict())
     average = parts.average.state()
@@ -109,7 +109,7 @@ def collect_state(parts: TrainingParts, at: Standing) -> RankState:
         **strategy.tensors,
         **average.tensors,
         "random.cpu": torch.get_rng_state(),
-        "epoch_loss": at.epoch_loss,
+        "epoch_loss": training.epoch_loss,
     }
     if parts.device.type == "cuda":
         tensors["random.cuda"] = torch.cuda.get_rng_state(parts.device)
@@ -120,10 +120,10 @@ def collect_state(parts: TrainingParts, at: Standing) -> RankState:
             tensors[f"optimizer.{name}"] = tensor
     tensors |= {f"untrained.{name}": x for name, x in untrained_tensors(parts.model).items()}
     values = {
-        "counters": vars(at.counters),
+        "counters": vars(training.counters),
         "strategy": strategy.values,
         "device": parts.device.type,
-        "dealing": at.dealing,
+        "dealing": training.dealing,
         **average.values,
     }
     if parts.replica.scaler is not None:
@@ -131,7 +131,7 @@ def collect_state(parts: TrainingParts, at: Standing) -> RankState:
     return RankState(values, tensors)
 
 
-def restore_state(parts: TrainingParts, state: RankState, run_dir: Path, seed: int) -> Standing:
+def restore_state(parts: TrainingParts, state: RankState, run_dir: Path, seed: int) -> TrainingState:
     """Restore a checkpoint's state.  Collective: equal replicas get it from rank 0.
 
     Args:
@@ -176,7 +176,7 @@ def restore_state(parts: TrainingParts, state: RankState, run_dir: Path, seed: i
         epoch_loss.zero_()
         drawn = np.random.SeedSequence([seed, counters.step, parts.comm.rank]).generate_state(1, np.uint64)
         torch.manual_seed(int(drawn[0]))
-    return Standing(epoch_loss, counters, state.values["dealing"])
+    return TrainingState(epoch_loss, counters, state.values["dealing"])
 
 
 def _share_replica(replica: Replica, comm: Communicator) -> None:

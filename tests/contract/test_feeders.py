@@ -17,7 +17,7 @@ from speechdp.comm.packets import Packet
 from speechdp.data.loading.buffers import BufferPool
 from speechdp.data.loading.loader import Loader
 from speechdp.data.loading.source import Pending, SplitSource
-from speechdp.data.loading.source_options import Workshop, open_local_source
+from speechdp.data.loading.source_options import SourceOptions, open_local_source
 from speechdp.data.loading.source_request import Context, SourceRequest
 from speechdp.data.plan.assignment import PlanPosition, planned
 from speechdp.data.plan.epoch_plan import CorpusIndex, PlanOptions, Segments, plan_epoch
@@ -106,7 +106,7 @@ def compare_epochs(trainer: Trainer, local: SplitSource, wanted: SourceRequest) 
 def test_batches_are_bitwise_those_of_local_loading(
     dataset: Dataset, wanted: SourceRequest, num_trainers: int, num_feeders: int
 ) -> None:
-    with closing(open_local_source(dataset, wanted, Workshop())) as local:
+    with closing(open_local_source(dataset, wanted, SourceOptions())) as local:
         counts = fed(
             num_trainers, num_feeders, lambda feeder: dataset, lambda t: compare_epochs(t, local, wanted)
         )
@@ -119,7 +119,7 @@ def test_features_made_of_audio_are_bitwise_the_same(tmp_path: Path) -> None:
     audio = prepare(options, no_progress).dataset
     augment = AugmentOptions(spec_augment=True, speed_perturb=True, noise_snr_db="10-30")
     wanted = SourceRequest("train", inputs=InputOptions(deltas=1), augment=augment, seed=2)
-    with closing(open_local_source(audio, wanted, Workshop())) as local:
+    with closing(open_local_source(audio, wanted, SourceOptions())) as local:
         fed(2, 2, lambda feeder: audio, lambda t: compare_epochs(t, local, wanted))
 
 
@@ -139,9 +139,9 @@ def test_alignments_and_several_sources_at_a_time(dataset: Dataset, tmp_path: Pa
                     assert_same_batch(one.batch(mine, PlanPosition(0, 0, 0)), locals_[0].batch(mine))
                     assert_same_batch(two.batch(theirs), locals_[1].batch(theirs))
 
-    locals_ = [open_local_source(dataset, wanted, Workshop()) for wanted in (aligned, held_out)]
+    locals_ = [open_local_source(dataset, wanted, SourceOptions()) for wanted in (aligned, held_out)]
     fed(2, 2, lambda feeder: dataset, train)
-    shards_own = open_local_source(dataset, PLAIN, Workshop())
+    shards_own = open_local_source(dataset, PLAIN, SourceOptions())
     batch = segments_of(shards_own, 1)[0]
     assert not torch.equal(locals_[0].batch(batch).targets, shards_own.batch(batch).targets)
 
@@ -163,7 +163,7 @@ def test_trainers_open_no_shard(dataset: Dataset) -> None:
 
 
 def test_classes_are_counted_as_locally(dataset: Dataset) -> None:
-    with closing(open_local_source(dataset, PLAIN, Workshop())) as local:
+    with closing(open_local_source(dataset, PLAIN, SourceOptions())) as local:
         expected = [local.count_classes(dataset.num_classes, share, 2) for share in range(2)]
 
     def train(trainer: Trainer) -> None:
@@ -202,8 +202,8 @@ def test_a_slow_feeder_gets_fewer_batches(dataset: Dataset, monkeypatch: pytest.
     gate = threading.Event()
     slow = Dataset.open(dataset.path)
 
-    def open_source(data: Dataset, wanted: SourceRequest, workshop: Workshop) -> SplitSource:
-        source = open_local_source(data, wanted, workshop)
+    def open_source(data: Dataset, wanted: SourceRequest, options: SourceOptions) -> SplitSource:
+        source = open_local_source(data, wanted, options)
         return Gated(source, gate) if data is slow else source
 
     monkeypatch.setattr(feeding, "open_local_source", open_source)
@@ -295,5 +295,5 @@ def test_spectrograms_are_fed_with_their_texts(tmp_path: Path) -> None:
             assert source.times.summary()["computed_frames"] >= source.times.summary()["frames"] > 0
             return len(batches)
 
-    with closing(open_local_source(speech, wanted, Workshop())) as local:
+    with closing(open_local_source(speech, wanted, SourceOptions())) as local:
         assert fed(2, 1, lambda feeder: speech, train) == [8, 8]

@@ -18,8 +18,8 @@ import pytest
 
 import speechdp as package
 from speechdp.cli import launch, main
-from speechdp.cli.main import SUBCOMMANDS
 from speechdp.cli.main import run as speechdp
+from speechdp.cli.support.subcommands import SUBCOMMANDS
 from speechdp.cli.train import TrainCommand
 from speechdp.comm.startup.folder_owner import owner_of
 from speechdp.data.shards.dataset import Dataset

@@ -59,7 +59,7 @@ def test_what_touches_a_folder_that_is_no_longer_its_own_is_found(
 
 
 def test_a_rank_that_only_sleeps_ends_with_its_job(tmp_path: Path) -> None:
-    """As rank 0 does that asks its own desk for work when the others have ended: seed 21 hung at times."""
+    """As rank 0 does that asks its own server for work when the others have ended: seed 21 hung at times."""
     begun = threading.Event()
 
     def sleep_on() -> None:

@@ -174,7 +174,8 @@ def _leave_torchs_operators_alone() -> None:
 
 def _parse_once() -> None:
     """Let every subcommand's parser read and cache our docstrings, which takes a quarter of a rank's time."""
-    from speechdp.cli.main import SUBCOMMANDS, parse  # noqa: PLC0415
+    from speechdp.cli.support.command_line import parse  # noqa: PLC0415
+    from speechdp.cli.support.subcommands import SUBCOMMANDS  # noqa: PLC0415
 
     with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
         for name in SUBCOMMANDS:

@@ -1,4 +1,4 @@
-"""The order in which rooms import one another, and that nothing imports in a circle."""
+"""The order in which packages import one another, and that nothing imports in a circle."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ import speechdp
 
 PACKAGE = Path(speechdp.__file__).parent
 
-#: Rooms from the bottom up: each imports itself and those above it in this table, lazily or not.  Rooms of
-#: a line know nothing of each other.  Single files stand for themselves.  docs/architecture.md repeats it.
+#: Packages from the bottom up: each imports itself and those above it in this table, lazily or not.
+#: Packages of a line know nothing of each other.  Single files stand for themselves.  docs/architecture.md
+#: repeats it.
 ORDER = """
 chance counting exit_codes json_input remedies
 errors
@@ -56,7 +57,7 @@ cli/support
 cli
 __main__
 """
-_LEVEL = {room: level for level, line in enumerate(ORDER.split("\n")) for room in line.split()}
+_LEVEL = {package: level for level, line in enumerate(ORDER.split("\n")) for package in line.split()}
 
 
 def _modules(package: Path) -> dict[str, Path]:
@@ -78,7 +79,7 @@ def _imported(path: Path, modules: dict[str, Path]) -> Iterator[tuple[str, int]]
                 inner = f"{base}/{alias.name}".strip("/")
                 if inner in modules or base:
                     yield inner if inner in modules else base, node.lineno
-                elif not alias.name.startswith("__"):  # a public name, which may come from any room
+                elif not alias.name.startswith("__"):  # a public name, which may come from any package
                     yield f"__init__.{alias.name}", node.lineno
         elif isinstance(node, ast.Import):
             for alias in node.names:
@@ -86,8 +87,8 @@ def _imported(path: Path, modules: dict[str, Path]) -> Iterator[tuple[str, int]]
                     yield alias.name.removeprefix("speechdp.").replace(".", "/"), node.lineno
 
 
-def _room(module: str) -> str:
-    """Return the innermost room of the table that a module is in."""
+def _package_of(module: str) -> str:
+    """Return the innermost package of the table that a module is in."""
     names = [module, *map(str, Path(module).parents)]
     return next((name for name in names if name in _LEVEL), "")
 
@@ -97,13 +98,13 @@ def faults_of(package: Path) -> list[str]:
     modules = _modules(package)
     graph = {name: dict(_imported(path, modules)) for name, path in modules.items()}
     faults = [
-        f"{name}: is in no room of the table"
+        f"{name}: is in no package of the table"
         for name, path in modules.items()
-        if not _room(name) and path.name != "__init__.py"
+        if not _package_of(name) and path.name != "__init__.py"
     ]
     for name, found in graph.items():
         for other, line in found.items():
-            here, there = _room(name), _room(other)
+            here, there = _package_of(name), _package_of(other)
             if other.startswith("__init__."):
                 faults.append(f"{name}.py:{line} imports a public name: import it from where it is")
             if here and there and here != there and _LEVEL[there] >= _LEVEL[here]:
@@ -115,7 +116,7 @@ def faults_of(package: Path) -> list[str]:
     return faults
 
 
-def test_rooms_import_only_what_is_below_them_and_nothing_in_a_circle() -> None:
+def test_packages_import_only_what_is_below_them_and_nothing_in_a_circle() -> None:
     assert faults_of(PACKAGE) == []
 
 
@@ -138,7 +139,7 @@ def test_rooms_import_only_what_is_below_them_and_nothing_in_a_circle() -> None:
             {"comm/a.py": "import speechdp.comm.b", "comm/b.py": "from speechdp.comm import a"},
             "in a circle",
         ),
-        ({"news/a.py": ""}, "in no room"),
+        ({"news/a.py": ""}, "in no package"),
         ({"comm/a.py": "from speechdp import DataParallel"}, "imports a public name"),
     ],
 )
@@ -150,7 +151,7 @@ def test_a_forbidden_import_is_found(tmp_path: Path, files: dict[str, str], faul
     assert fault in found
 
 
-def test_every_room_says_what_it_is_for() -> None:
+def test_every_package_says_what_it_is_for() -> None:
     silent = [
         str(path.parent)
         for path in PACKAGE.rglob("__init__.py")
@@ -159,9 +160,9 @@ def test_every_room_says_what_it_is_for() -> None:
     assert silent == []
 
 
-def test_no_room_has_more_than_twenty_files() -> None:
+def test_no_package_has_more_than_twenty_files() -> None:
     sizes = {str(path.parent): len(list(path.parent.glob("*.py"))) for path in PACKAGE.rglob("__init__.py")}
-    assert {room: size for room, size in sizes.items() if size > 20} == {}
+    assert {package: size for package, size in sizes.items() if size > 20} == {}
 
 
 def test_public_names_are_imported_when_they_are_used() -> None:

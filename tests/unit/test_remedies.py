@@ -15,7 +15,8 @@ import torch
 
 import speechdp
 from speechdp import remedies
-from speechdp.cli.main import _options_of, parse, run
+from speechdp.cli.main import _options_of, run
+from speechdp.cli.support.command_line import parse
 from speechdp.comm import environment
 from speechdp.comm.device import choose_device
 from speechdp.comm.startup import start_guard

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from speechdp.cli.main import SUBCOMMANDS
+from speechdp.cli.support.subcommands import SUBCOMMANDS
 from tests.helpers.runs import MadeUpRun, write_run
 from tests.helpers.tiny_data import TinySizes, write_tiny_data
 from tests.helpers.tiny_speech import write_tiny_speech

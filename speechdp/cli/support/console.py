@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Callable
 
 from rich.console import Console
 
@@ -32,6 +33,12 @@ def make_console() -> Console:
 def _plain_console() -> Console:
     # Without a terminal rich would wrap at 80 columns, but a file has no edge.  Tables handle this already.
     return Console(force_terminal=False, width=200, markup=False, emoji=False)
+
+
+def line_printer() -> Callable[[str], None]:
+    """Return a function that prints a line verbatim, without markup or wrapping."""
+    console = make_console()
+    return lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def describe_terminal() -> str:

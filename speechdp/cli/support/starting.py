@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-
-from rich.console import Console
 
 from speechdp.comm.environment import announced
 from speechdp.errors import ConfigError
@@ -119,8 +116,3 @@ def threads_of_a_rank(
         return max(1, available_cores() // most_ranks)
     share = share_of_cores(placed, hosts.allocation, available_cores())
     return share or max(1, available_cores() // max(host.slots for host in placed))
-
-
-def line_printer(console: Console) -> Callable[[str], None]:
-    """Return a function that prints a line verbatim, without markup or wrapping."""
-    return lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -26,7 +26,7 @@ class SourceOpener(Protocol):
 
 
 @dataclass(frozen=True)
-class Workshop:
+class SourceOptions:
     """Where and how this rank makes batches; nothing here changes what is in them.
 
     Attributes:
@@ -57,24 +57,24 @@ def make_preprocessor(dataset: Dataset, request: SourceRequest, num_ranks: int =
     )
 
 
-def open_local_source(dataset: Dataset, request: SourceRequest, workshop: Workshop) -> SplitSource:
-    """Open a split for reading on this rank.  Collective if the workshop has a communicator.
+def open_local_source(dataset: Dataset, request: SourceRequest, options: SourceOptions) -> SplitSource:
+    """Open a split for reading on this rank.  Collective if the options have a communicator.
 
     Raises:
         ConfigError: the data do not allow this preprocessing.
         ShardError: damaged data.
     """
-    preprocessor = make_preprocessor(dataset, request, workshop.num_ranks)
+    preprocessor = make_preprocessor(dataset, request, options.num_ranks)
     reader = SplitReader(
         dataset,
         request.split,
         request.alignments,
         request.context,
-        comm=workshop.comm,
-        pin=workshop.device.type == "cuda",
+        comm=options.comm,
+        pin=options.device.type == "cuda",
         transcripts=request.transcripts,
     )
     if preprocessor.is_plain:
-        return reader if workshop.num_threads == 1 else ThreadedSource(reader, workshop.num_threads)
-    device = workshop.device if workshop.preprocess_on == "gpu" else torch.device("cpu")
-    return PreprocessingSource(reader, preprocessor, num_threads=workshop.num_threads, device=device)
+        return reader if options.num_threads == 1 else ThreadedSource(reader, options.num_threads)
+    device = options.device if options.preprocess_on == "gpu" else torch.device("cpu")
+    return PreprocessingSource(reader, preprocessor, num_threads=options.num_threads, device=device)

@@ -23,7 +23,15 @@ from speechdp.data.prepare.language_model import (
     users_model,
 )
 from speechdp.data.prepare.reading import read_whole_corpus
-from speechdp.data.prepare.recognition import FlatShard, frames_of, lengths_of, read_samples, stored_utterance
+from speechdp.data.prepare.recognition import (
+    FlatShard,
+    RecognitionLabels,
+    frames_of,
+    lengths_of,
+    read_samples,
+    stage_of,
+    stored_utterance,
+)
 from speechdp.data.prepare.vocabulary import plainly_spelt, with_words_of_model
 from speechdp.data.shards.dataset import (
     FLAT,
@@ -31,7 +39,6 @@ from speechdp.data.shards.dataset import (
     MANIFEST_NAME,
     UNALIGNED,
     Dataset,
-    Manifest,
 )
 from speechdp.data.shards.description import check_contents
 from speechdp.data.shards.layout import AudioUtterance, ShardHeader, Utterance
@@ -100,37 +107,22 @@ def read_corpus_like(options: PrepareOptions, scratch: Path, progress: Progress)
     unknown = Counter(word for u in corpus.utterances for word in u.words if word not in lexicon)
     untranscribed = [u for u in corpus.utterances if not u.words]
     is_aligned = not unknown and not untranscribed
-    manifest = Manifest(
-        like.sampling_rate,
-        like.features,
-        like.num_classes,
-        FLAT if is_aligned else UNALIGNED,
-        divided.rule,
-        {},
-        stored=options.store,
-    )
     dealt = deal_splits(divided.splits, lambda u: num_frames[u.audio], options.shards, options.seed)
 
     def shard(part: tuple[CorpusUtterance, ...]) -> ShardContent:
         return FlatShard.of(part, lexicon, inventory) if is_aligned else UnalignedShard(part)
 
     model, lacking = _language_model(options, like, lexicon, texts_of(divided.splits), users)
-
-    def save(directory: Path) -> None:
-        lexicon.save(directory / "lexicon.txt")
-        inventory.save(directory / "classes.txt")
-        if model is not None:
-            model.save(directory)
-
+    labels = RecognitionLabels(lexicon, inventory, like.features, like.sampling_rate, model)
     notices = divided.notices + spelt + lacking
     notices += _without_targets(len(untranscribed), len(corpus.utterances), unknown)
     if is_aligned:
         notices += lengths_of(divided, num_frames, lexicon)
     return Contents(
-        manifest=manifest,
+        manifest=labels.manifest(FLAT if is_aligned else UNALIGNED, divided.rule, options),
         shards={name: [shard(part) for part in parts] for name, parts in dealt.items()},
-        stage="computing features" if options.store == "features" else "reading audio",
-        save=save,
+        stage=stage_of(options),
+        save=labels.save,
         notices=notices,
     )
 

@@ -35,18 +35,14 @@ from speechdp.options.prepare import PrepareOptions
 
 
 @dataclass(frozen=True)
-class States:
-    """The states of a lexicon's phones that targets stand for, and a language model."""
+class RecognitionLabels:
+    """What the targets of recognition stand for: HMM states of a lexicon's phones; and a language model."""
 
     lexicon: Lexicon
+    inventory: StateInventory
     features: FeatureConfig
     sampling_rate: int
     language_model: PreparedLanguageModel | None = None
-
-    @property
-    def inventory(self) -> StateInventory:
-        """The states of the whole corpus, not only of one shard's words."""
-        return StateInventory(self.lexicon.phones)
 
     def manifest(self, alignment: str, split: str, options: PrepareOptions) -> Manifest:
         """Return the manifest without its splits."""
@@ -81,18 +77,23 @@ def read_corpus_for_recognition(options: PrepareOptions, scratch: Path, progress
     features = options.feature_config(rate)
     check_mel_bins(rate, features)
     num_frames = frames_of(divided, features)
-    states = States(lexicon, features, rate, model)
+    labels = RecognitionLabels(lexicon, StateInventory(lexicon.phones), features, rate, model)
     dealt = deal_splits(divided.splits, lambda u: num_frames[u.audio], options.shards, options.seed)
     return Contents(
-        manifest=states.manifest(FLAT, divided.rule, options),
+        manifest=labels.manifest(FLAT, divided.rule, options),
         shards={
-            name: [FlatShard.of(part, lexicon, states.inventory) for part in parts]
+            name: [FlatShard.of(part, lexicon, labels.inventory) for part in parts]
             for name, parts in dealt.items()
         },
-        stage="computing features" if options.store == "features" else "reading audio",
-        save=states.save,
+        stage=stage_of(options),
+        save=labels.save,
         notices=(*vocabulary.notices, *divided.notices, *lengths_of(divided, num_frames, lexicon)),
     )
+
+
+def stage_of(options: PrepareOptions) -> str:
+    """Return what it takes to write the shards of a corpus, for progress messages."""
+    return "computing features" if options.store == "features" else "reading audio"
 
 
 def frames_of(divided: DividedCorpus, features: FeatureConfig) -> dict[AudioSource, int]:

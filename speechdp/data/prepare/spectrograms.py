@@ -59,8 +59,8 @@ class SpectrogramShard:
 
 
 @dataclass(frozen=True)
-class Texts:
-    """The symbols of texts that targets stand for, and the lexicon if they are phones."""
+class SynthesisLabels:
+    """What the targets of synthesis stand for: symbols of texts; and the lexicon if these are phones."""
 
     symbols: SymbolInventory
     lexicon: Lexicon | None

@@ -27,7 +27,7 @@ from speechdp.data.prepare.contents import Contents, deal_splits
 from speechdp.data.prepare.divided_corpus import DividedCorpus
 from speechdp.data.prepare.jobs import Progress
 from speechdp.data.prepare.reading import read_whole_corpus
-from speechdp.data.prepare.spectrograms import Texts
+from speechdp.data.prepare.spectrograms import SynthesisLabels
 from speechdp.data.prepare.vocabulary import find_pronunciations, given_lexicon
 from speechdp.data.signal.audio import read_audio
 from speechdp.data.signal.features import num_frames_of
@@ -56,18 +56,18 @@ def read_corpus_for_synthesis(options: PrepareOptions, scratch: Path, progress: 
     divided = DividedCorpus.of(corpus, options, progress)
     splits = unjoined(divided.splits) if join is None else plan_joins(divided.splits, join, options.seed)
     rate = divided.sampling_rate
-    texts = Texts(symbols, lexicon, options.spectrogram_config(rate), rate)
+    labels = SynthesisLabels(symbols, lexicon, options.spectrogram_config(rate), rate)
 
     def num_frames(utterance: JoinedUtterance) -> int:
         """Estimate how many frames an utterance will have: the pauses are drawn later."""
         seconds = sum(divided.seconds[path] for path in utterance.recordings)
         if join is not None:
             seconds += 2 * EDGE_S + sum(PAUSE_S) / 2 * (len(utterance.recordings) - 1)
-        return num_frames_of(round(seconds * rate), rate, texts.features)
+        return num_frames_of(round(seconds * rate), rate, labels.features)
 
     dealt = deal_splits(splits, num_frames, options.shards, options.seed)
     named = f"speakers={'+'.join(speakers)}" if speakers else ""
-    return texts.contents(
+    return labels.contents(
         ";".join(filter(None, (divided.rule, named, join.spec if join else ""))),
         {
             name: [Recordings(part, join is not None, options.seed) for part in parts]

@@ -21,8 +21,8 @@ from speechdp.data.espeak.voice_plan import plan_voices, voices_of
 from speechdp.data.prepare.contents import Contents, deal_splits
 from speechdp.data.prepare.jobs import Progress, run_jobs
 from speechdp.data.prepare.language_model import prepare_language_model, users_model
-from speechdp.data.prepare.recognition import States
-from speechdp.data.prepare.spectrograms import Texts
+from speechdp.data.prepare.recognition import RecognitionLabels
+from speechdp.data.prepare.spectrograms import SynthesisLabels
 from speechdp.data.shards.layout import AudioUtterance, ShardHeader, Stored, Utterance
 from speechdp.data.signal.features import FeatureConfig, check_mel_bins, shift_s
 from speechdp.labels.hmm import StateInventory, alignment_from_phone_times
@@ -52,15 +52,13 @@ def speak_for_recognition(options: PrepareOptions, scratch: Path, progress: Prog
     model = prepare_language_model(
         options.for_language_model, lexicon, texts, users_model(options.for_language_model)
     )
-    states = States(lexicon, features, options.synthetic_rate, model)
+    inventory = StateInventory(lexicon.phones)
+    labels = RecognitionLabels(lexicon, inventory, features, options.synthetic_rate, model)
     return Contents(
-        manifest=states.manifest("exact", _rule(options), options),
-        shards={
-            name: [TimedShard(job, lexicon, states.inventory) for job in jobs]
-            for name, jobs in spoken.items()
-        },
+        manifest=labels.manifest("exact", _rule(options), options),
+        shards={name: [TimedShard(job, lexicon, inventory) for job in jobs] for name, jobs in spoken.items()},
         stage="writing shards",
-        save=states.save,
+        save=labels.save,
     )
 
 
@@ -80,9 +78,11 @@ def speak_for_synthesis(options: PrepareOptions, scratch: Path, progress: Progre
     spoken = _speak(plan, (FeatureConfig(), "audio"), options, scratch, progress)
     jobs = [job for of_split in spoken.values() for job in of_split]
     lexicon = _collect_lexicon(jobs) if wanted.input == "phones" else None
-    texts = Texts(SymbolInventory.of_kind(wanted.input, lexicon), lexicon, features, options.synthetic_rate)
+    labels = SynthesisLabels(
+        SymbolInventory.of_kind(wanted.input, lexicon), lexicon, features, options.synthetic_rate
+    )
     rule = f"{_rule(options)};speakers={','.join(voices)}"
-    return texts.contents(rule, spoken, keep_train=wanted.keep_recordings == "all")
+    return labels.contents(rule, spoken, keep_train=wanted.keep_recordings == "all")
 
 
 def _rule(options: PrepareOptions) -> str:

@@ -39,7 +39,7 @@ from speechdp.train.build import (
     training_ranks,
 )
 from speechdp.train.models import check_precision
-from speechdp.train.sampling import sampled_into
+from speechdp.train.sampling import sampled
 from speechdp.train.session import Session
 from speechdp.train.trainer import Trainer
 from speechdp.train.trainer_state import TrainingParts
@@ -87,7 +87,7 @@ def _profile(session: Session, options: TrainOptions, request: JobRequest, start
     if not strategy.traits.synchronous:
         raise ConfigError(f"profile: with {strategy.name} ranks have no step in common; choose another")
     strategy.check_ranks(session.comm)
-    check_sources(session, resolved, strategy)
+    check_sources(session, resolved)
     check_precision(session, resolved)
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="speechdp-profile-")))
@@ -111,7 +111,7 @@ def _profile(session: Session, options: TrainOptions, request: JobRequest, start
             runner = _WholeSteps(parts, clock, loader, whole)
         start = begin_together(session.comm)
         clock.begin(start.origin_s)
-        with sampled_into(session, request.sample_hz, request.folder, start.origin_s):
+        with sampled(session, request.sample_hz, request.folder, start.origin_s):
             records = _take_steps(session, runner, clock, request.steps, trainer)
         parts.strategy.pause()
         parts.strategy.finish()

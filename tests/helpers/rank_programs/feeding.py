@@ -18,7 +18,7 @@ from speechdp.comm.base import Communicator
 from speechdp.comm.startup.create import create_fed_job
 from speechdp.comm.startup.failure import guard
 from speechdp.comm.startup.fed_job import FedJob
-from speechdp.data.loading.source_options import Workshop, open_local_source
+from speechdp.data.loading.source_options import SourceOptions, open_local_source
 from speechdp.data.loading.source_request import SourceRequest
 from speechdp.data.plan.epoch_plan import PlanOptions, plan_epoch
 from speechdp.data.shards.dataset import Dataset
@@ -51,7 +51,7 @@ def no_shard(*args: object) -> NoReturn:
 def train(job: FedJob, dataset: Dataset, out: Path) -> None:
     comm, cpu = job.part, torch.device("cpu")
     wanted = SourceRequest("train")
-    with closing(open_local_source(dataset, wanted, Workshop())) as local:
+    with closing(open_local_source(dataset, wanted, SourceOptions())) as local:
         segments = plan_epoch(local.index, LARGE, 0, 1).ranks[0].batch(0)
         expected = local.batch(segments)
     assert expected.features.nbytes > 1 << 20, expected.features.nbytes

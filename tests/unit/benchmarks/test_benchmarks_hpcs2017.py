@@ -25,7 +25,7 @@ from benchmarks.papers import (
 from benchmarks.papers.hpcs2017 import Task, frame_count, parse, write_run
 from benchmarks.papers.hpcs2017_plot import draw
 from benchmarks.papers.hpcs2017_results import Result, count, read_our_run, saved_shares, write_csv
-from speechdp.data.loading.source_options import Workshop, open_local_source
+from speechdp.data.loading.source_options import SourceOptions, open_local_source
 from speechdp.data.plan.epoch_plan import plan_epoch
 from speechdp.data.shards.dataset import Dataset
 from speechdp.options.run import TrainOptions
@@ -95,7 +95,7 @@ def _train_here(dataset: Dataset, options: TrainOptions) -> dict[str, torch.Tens
     """Train on what the loader of `speechdp train` reads."""
     model = make_acoustic_model(dataset, options)
     replica, schedule = make_replica(model, options), options.schedule()
-    source = open_local_source(dataset, options.source("train", augmented=True), Workshop())
+    source = open_local_source(dataset, options.source("train", augmented=True), SourceOptions())
     for epoch in range(options.num_epochs):
         plan = plan_epoch(source.index, options.plan(), epoch, 1)
         for step in range(plan.num_steps):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import re
 from pathlib import Path
@@ -13,8 +12,9 @@ import pytest
 
 from speechdp.cli import main
 from speechdp.cli.prepare import PrepareCommand
-from speechdp.cli.support import config_file
+from speechdp.cli.support import command_line, config_file
 from speechdp.cli.support.config_file import arguments_of, options_of, refuse_empty
+from speechdp.cli.support.subcommands import SUBCOMMANDS
 from speechdp.cli.train import TrainCommand
 from speechdp.errors import ConfigError
 from speechdp.options.run import TrainOptions
@@ -22,7 +22,7 @@ from tests.helpers.tiny_data import write_tiny_data
 
 
 def trained(*words: str) -> TrainCommand:
-    command = main.parse("train", list(main._with_config("train", ["D", "R", *words])))
+    command = command_line.read_command("train", ["D", "R", *words])
     assert isinstance(command, TrainCommand)
     return command
 
@@ -86,12 +86,12 @@ def test_an_experiment_takes_of_a_run_s_record_what_it_has_a_use_for(
     """It was refused by an option that nobody had given, as --realign 0."""
     options = trained("--cells", "8", "--strategy", "bmuf:period=2", "--seed", "5", "--flat-start").options
     file = file_of(tmp_path, {"format": "speechdp-run", "options": options.to_json(2)})
-    taken = main.parse(command, list(main._with_config(command, ["D", "OUT", "--config", file])))
+    taken = command_line.read_command(command, ["D", "OUT", "--config", file])
     assert taken.options.model.cells == 8
     line = f"speechdp: {file}: ignored, as they do not apply to this command: {left_out}\n"
     assert capsys.readouterr().err == line
     usual = file_of(tmp_path, {"format": "speechdp-run", "options": TrainOptions().to_json()})
-    main.parse(command, list(main._with_config(command, ["D", "OUT", "--config", usual])))
+    command_line.read_command(command, ["D", "OUT", "--config", usual])
     assert capsys.readouterr().err == ""
 
 
@@ -99,24 +99,24 @@ def test_a_command_that_does_not_train_refuses_the_record_of_a_run_as_a_whole(tm
     """It said that 'preset' was no option, and asked for --nbest."""
     file = file_of(tmp_path, {"format": "speechdp-run", "options": TrainOptions().to_json()})
     with pytest.raises(ConfigError, match=r"options\.json: is the record of a run, whose options"):
-        main._with_config("decode", ["R", "--config", file])
+        command_line._with_config("decode", ["R", "--config", file])
 
 
 def test_an_option_that_does_not_apply_is_named_with_its_file(tmp_path: Path) -> None:
     file = file_of(tmp_path, {"strategy": "bmuf"})
     message = f"{file}: 'strategy' does not apply to this command: use --strategies"
     with pytest.raises(ConfigError, match=re.escape(message)):
-        main._with_config("compare", ["D", "OUT", "--config", file])
+        command_line._with_config("compare", ["D", "OUT", "--config", file])
 
 
 def test_forwarded_commands_and_scripts_have_their_own(tmp_path: Path) -> None:
     file = file_of(tmp_path, {"epochs": 3})
     launch = ["-np", "2", "--", "train", "D", "R", "--config", file, "--seed", "2"]
-    assert main._with_config("launch", launch) == [*launch[:6], "--epochs=3", *launch[8:]]
+    assert command_line._with_config("launch", launch) == [*launch[:6], "--epochs=3", *launch[8:]]
     script = ["--", "python", "train.py", "--config", file]
-    assert main._with_config("launch", script) == script
+    assert command_line._with_config("launch", script) == script
     own = ["D", "--script", "train.py", "--", "--config", file]
-    assert main._with_config("compare", own) == own
+    assert command_line._with_config("compare", own) == own
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_a_learning_rate_of_a_file_beside_others_to_be_tried_is_told_with_the_fi
 
 def test_an_option_that_may_be_repeated_may_be_so_no_times(tmp_path: Path) -> None:
     config = ["--config", file_of(tmp_path, {"path_map": [], "dev": ["E"]})]
-    command = main.parse("prepare", list(main._with_config("prepare", ["C", "D", *config])))
+    command = command_line.read_command("prepare", ["C", "D", *config])
     assert (command.files.path_map, command.dev) == ((), (Path("E"),))
 
 
@@ -202,7 +202,7 @@ def test_a_file_has_an_empty_value_where_the_command_line_may_have_one(tmp_path:
     assert trained("--config", file_of(tmp_path, {"slow_ranks": "", "noise-snr-db": ""})) == trained()
     file = file_of(tmp_path, {"path_map": ["/a=/b", ""]})
     with pytest.raises(ConfigError, match="'path_map' is empty; give it a value, or leave it out"):
-        main._with_config("prepare", ["C", "D", "--config", file])
+        command_line._with_config("prepare", ["C", "D", "--config", file])
 
 
 def test_a_file_that_is_not_there_or_not_given(tmp_path: Path) -> None:
@@ -217,13 +217,12 @@ def test_a_file_that_is_not_there_or_not_given(tmp_path: Path) -> None:
 
 def test_every_option_of_help_may_stand_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     """But for those that start other commands: --config stands after -- there."""
-    for name, command in main.SUBCOMMANDS.items():
+    for name, command in SUBCOMMANDS.items():
         if name in ("launch", "submit", "doctor"):
             continue
-        module = importlib.import_module(f"speechdp.cli.{command.module}")
-        known = options_of(getattr(module, command.class_name)).keys()
+        known = options_of(command.options_class()).keys()
         with pytest.raises(SystemExit):
-            main.parse(name, ["--help"])
+            command_line.parse(name, ["--help"])
         shown = set(
             re.findall(r"^[│ ]{0,4}(?:-\w, )?(--[a-z][a-z0-9-]*)", capsys.readouterr().out, re.MULTILINE)
         )
@@ -244,7 +243,7 @@ def test_paths_of_a_runs_record_are_relative_to_where_it_was_started(tmp_path: P
 def test_an_option_that_is_repeated_is_so_for_each_value(tmp_path: Path) -> None:
     def maps(*words: str) -> tuple[str, ...]:
         config = ["--config", file_of(tmp_path, {"path_map": ["/a=/b", "/c=/d"]})]
-        command = main.parse("prepare", list(main._with_config("prepare", ["C", "D", *config, *words])))
+        command = command_line.read_command("prepare", ["C", "D", *config, *words])
         assert isinstance(command, PrepareCommand)
         return command.files.path_map
 
@@ -289,13 +288,15 @@ def test_an_unknown_option_is_named_wherever_it_stands(
 
 def test_no_option_of_a_command_is_unknown() -> None:
     """All spellings: short and other names, underscores, what is switched off; numbers and - are values."""
-    main.parse("train", ["D", "R", "--flat_start", "--no-spec-augment", "--batch-size=3", "--seed", "1"])
-    main.parse("doctor", ["-np", "2", "--run", "R", "--json", "f.json", "--data", "D"])
+    command_line.parse(
+        "train", ["D", "R", "--flat_start", "--no-spec-augment", "--batch-size=3", "--seed", "1"]
+    )
+    command_line.parse("doctor", ["-np", "2", "--run", "R", "--json", "f.json", "--data", "D"])
     size = "--nodes 1 --ranks-per-node 1 --time 1:00:00"
-    main.parse("submit", f"--partition p {size} -- python s.py --zzz".split())
-    main.parse("launch", ["-np", "2", "--mpi-args", "--zzz 1", "--", "python", "s.py", "--zzz"])
-    main.parse("decode", ["R", "D", "--insertion-log-prob", "-4"])
-    main.parse("transcribe", ["R", "a.wav", "-o", "-"])
+    command_line.parse("submit", f"--partition p {size} -- python s.py --zzz".split())
+    command_line.parse("launch", ["-np", "2", "--mpi-args", "--zzz 1", "--", "python", "s.py", "--zzz"])
+    command_line.parse("decode", ["R", "D", "--insertion-log-prob", "-4"])
+    command_line.parse("transcribe", ["R", "a.wav", "-o", "-"])
 
 
 def test_annotations_of_a_command_are_evaluated_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 
-from speechdp.cli.main import SUBCOMMANDS, parse, run
+from speechdp.cli.main import run
+from speechdp.cli.support.command_line import parse
 from speechdp.cli.support.help_text import reflowed
+from speechdp.cli.support.subcommands import SUBCOMMANDS
 from speechdp.errors import ConfigError, UsageError
 
 #: Literal or inward phrases that were once in a help text.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Iterator
 from typing import get_type_hints
 
@@ -11,8 +10,9 @@ import pytest
 import tyro
 
 from speechdp.cli import main
-from speechdp.cli.support import config_file
+from speechdp.cli.support import command_line, config_file
 from speechdp.cli.support.refusals import line_of
+from speechdp.cli.support.subcommands import SUBCOMMANDS
 from speechdp.cli.sweep import SweepCommand
 from speechdp.parallel.registry import StrategyChoice
 from tests.helpers.jobs import DEADLINE_S, ended_within, our_lines, under_mpirun
@@ -116,9 +116,7 @@ def _options_with_a_path() -> list[tuple[str, str]]:
     """Return each option of a command of WHOLE that takes a path, also where it may be given again."""
     found = []
     for name in WHOLE:
-        command = main.SUBCOMMANDS[name]
-        kind = getattr(importlib.import_module(f"speechdp.cli.{command.module}"), command.class_name)
-        found += [(name, option) for option in paths_of(kind)]
+        found += [(name, option) for option in paths_of(SUBCOMMANDS[name].options_class())]
     return found
 
 
@@ -175,9 +173,9 @@ def test_other_empty_words_are_refused(
 
 
 def test_an_option_that_is_empty_where_it_is_not_given_may_be_given_so() -> None:
-    command = main.parse("launch", ["--mpi-args", "", "-np", "2", "--", "python", "own.py", ""])
+    command = command_line.parse("launch", ["--mpi-args", "", "-np", "2", "--", "python", "own.py", ""])
     assert (command.mpi_args, command.command) == ("", ("python", "own.py", ""))
-    command = main.parse("sweep", ["DATA", "OUT", "--decode-split", "", "--reference="])
+    command = command_line.parse("sweep", ["DATA", "OUT", "--decode-split", "", "--reference="])
     assert (command.decode_split, command.reference) == ("", "")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from speechdp.cli import main
-from speechdp.cli.support.script_options import OutFolder, owned_folder
+from speechdp.cli.support.out_folder import OutFolder, owned_folder
 from speechdp.errors import ConfigError
 from speechdp.ownership.overwrite import PROFILE, RUN, SWEEP, FolderKind
 from speechdp.ownership.owner import FolderOwner

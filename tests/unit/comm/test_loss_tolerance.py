@@ -27,7 +27,7 @@ from speechdp.data.plan.assignment import Meeting, MeetingKind
 from speechdp.data.plan.epoch_plan import CorpusIndex, PlanOptions, plan_epoch
 from speechdp.data.shards import alignment_file
 from speechdp.data.shards.dataset import Dataset
-from speechdp.dealing.batch_server import DealingLimits, Desk
+from speechdp.dealing.batch_server import BatchServer, DealingLimits
 from speechdp.dealing.epoch_batches import Deal
 from speechdp.decode import align
 from speechdp.errors import CommunicationError, ConfigError, RunError
@@ -148,7 +148,7 @@ def test_a_share_that_is_lost_is_done_by_others() -> None:
     assert run_threads(4, work) == [66.0] * 3
 
 
-# --- the desk -------------------------------------------------------------------------------------------
+# --- the server -----------------------------------------------------------------------------------------
 
 
 def planner(parts: int) -> Any:
@@ -163,8 +163,8 @@ def is_batch(item: Any) -> bool:
 class Ranks:
     """Ranks that are a batch in work, one read ahead and one asked for; one of them is lost on its way."""
 
-    def __init__(self, desk: Desk, size: int, lost: int, after: int, order: list[int]) -> None:
-        self.desk, self.lost, self.after = desk, lost, after
+    def __init__(self, server: BatchServer, size: int, lost: int, after: int, order: list[int]) -> None:
+        self.server, self.lost, self.after = server, lost, after
         self.hands: list[list[Any]] = [[] for _ in range(size)]
         #: Batches and meetings that each rank has come to the end of.
         self.done: list[list[Any]] = [[] for _ in range(size)]
@@ -183,9 +183,9 @@ class Ranks:
             self.dealt_before = {
                 b for done in (*self.done, *self.hands) for b in done if isinstance(b, tuple)
             }
-            assert self.desk.lose(rank) and not self.desk.lose(rank)
+            assert self.server.lose(rank) and not self.server.lose(rank)
             return False
-        answer = self.desk.answer(rank, stop=False)
+        answer = self.server.answer(rank, stop=False)
         hand = self.hands[rank]
         if isinstance(answer.item, Deal):
             hand.append((answer.epoch, answer.item.owner, answer.item.index))
@@ -229,8 +229,8 @@ def test_what_a_lost_rank_had_in_hand_is_dealt_again(case: tuple[int, int, int, 
     size, lost, after, order = case
     plan, epochs = planner(size), 2
     roster = Roster(list(range(size)), list(range(size)))
-    desk = Desk(plan, roster, DealingLimits(epochs, checkpoint_steps=2))
-    ranks = Ranks(desk, size, lost, after, order)
+    server = BatchServer(plan, roster, DealingLimits(epochs, checkpoint_steps=2))
+    ranks = Ranks(server, size, lost, after, order)
     done = Counter(batch for rank in range(size) for batch in ranks.batches(rank))
     expected = all_batches(plan, size, range(epochs))
     in_hand = {item for item in ranks.hands[lost] if is_batch(item)}
@@ -244,8 +244,8 @@ def test_what_a_lost_rank_had_in_hand_is_dealt_again(case: tuple[int, int, int, 
     # A run that goes on from any meeting misses nothing either, but what the meeting could not know.
     for meeting in (item for item in ranks.done[0] if isinstance(item, Meeting)):
         before = {batch for rank in range(size) for batch in ranks.before(rank, meeting)}
-        desk = Desk(plan, roster, DealingLimits(epochs), meeting.state)
-        second = Ranks(desk, size, -1, 0, list(range(size)))
+        server = BatchServer(plan, roster, DealingLimits(epochs), meeting.state)
+        second = Ranks(server, size, -1, 0, list(range(size)))
         after_it = {batch for rank in range(size) for batch in second.batches(rank)}
         assert expected - before - after_it <= missed
 

@@ -18,7 +18,7 @@ from speechdp.comm.threads.communicator import run_threads
 from speechdp.data.plan.assignment import Assignment, Meeting, MeetingKind
 from speechdp.data.plan.epoch_plan import CorpusIndex, EpochPlan, PlanOptions, plan_epoch
 from speechdp.dealing.batch_client import Dealing
-from speechdp.dealing.batch_server import DealingLimits, Desk
+from speechdp.dealing.batch_server import BatchServer, DealingLimits
 from speechdp.dealing.epoch_batches import BACKLOG, Deal, Dealer
 from speechdp.parallel.declared import Roster
 from tests.helpers.waiting import no_thread_left
@@ -51,7 +51,7 @@ class Log:
         return [(m.kind, m.epoch, m.step, m.frames) for m in self.items if isinstance(m, Meeting)]
 
 
-def play(desk: Desk, size: int, order: list[int], stop_after: int | None = None) -> list[Log]:
+def play(server: BatchServer, size: int, order: list[int], stop_after: int | None = None) -> list[Log]:
     """Let ranks ask in the order of `order`, again and again, until all have been told that it is over."""
     logs = [Log([]) for _ in range(size)]
     going = set(range(size))
@@ -62,7 +62,7 @@ def play(desk: Desk, size: int, order: list[int], stop_after: int | None = None)
                 continue
             asked += 1
             assert asked < 10_000, "ranks are kept waiting for ever"
-            answer = desk.answer(rank, stop=stop_after is not None and asked > stop_after)
+            answer = server.answer(rank, stop=stop_after is not None and asked > stop_after)
             if isinstance(answer.item, Deal):
                 logs[rank].items.append((answer.epoch, answer.item.owner, answer.item.index))
             elif isinstance(answer.item, Meeting):
@@ -84,7 +84,7 @@ orders = st.integers(1, 5).flatmap(
 def test_every_batch_is_dealt_once_and_meetings_come_in_one_order(order: list[int], every: int) -> None:
     size = max(order) + 1
     plan = planner(size)
-    logs = play(Desk(plan, roster(size), DealingLimits(EPOCHS, checkpoint_steps=every)), size, order)
+    logs = play(BatchServer(plan, roster(size), DealingLimits(EPOCHS, checkpoint_steps=every)), size, order)
     dealt = Counter(batch for log in logs for batch in log.batches)
     expected = {
         (epoch, rank, int(index))
@@ -114,48 +114,48 @@ def batches_before(log: Log, meeting: int) -> list[tuple[int, int, int]]:
 def test_a_stopped_run_goes_on_with_exactly_what_was_not_dealt(order: list[int], stop_after: int) -> None:
     size = max(order) + 1
     plan = planner(size)
-    first = play(Desk(plan, roster(size), DealingLimits(EPOCHS)), size, order, stop_after)
+    first = play(BatchServer(plan, roster(size), DealingLimits(EPOCHS)), size, order, stop_after)
     last = [item for item in first[0].items if isinstance(item, Meeting)][-1]
     batches = [batch for log in first for batch in log.batches]
     if last.kind is MeetingKind.STOP:
-        second = play(Desk(plan, roster(size), DealingLimits(EPOCHS), last.state), size, order)
+        second = play(BatchServer(plan, roster(size), DealingLimits(EPOCHS), last.state), size, order)
         batches += [batch for log in second for batch in log.batches]
     assert len(batches) == len(set(batches)) == sum(int((plan(e).frames > 0).sum()) for e in range(EPOCHS))
 
 
 def test_members_of_a_team_get_the_same_batches_and_a_server_only_meetings() -> None:
     plan = planner(4)
-    logs = play(Desk(plan, roster(4, group=2), DealingLimits(1)), 4, [0, 2, 2, 1, 3, 0, 2])
+    logs = play(BatchServer(plan, roster(4, group=2), DealingLimits(1)), 4, [0, 2, 2, 1, 3, 0, 2])
     assert logs[0].items == logs[1].items and logs[2].items == logs[3].items
     assert set(logs[0].batches).isdisjoint(logs[2].batches)
     serving = Roster([None, 0, 1], [0, 1, 2])
-    logs = play(Desk(planner(2), serving, DealingLimits(1)), 3, [0, 1, 2])
+    logs = play(BatchServer(planner(2), serving, DealingLimits(1)), 3, [0, 1, 2])
     assert logs[0].batches == [] and logs[0].meetings == logs[1].meetings == logs[2].meetings
 
 
 def test_max_steps_end_the_run() -> None:
-    logs = play(Desk(planner(2), roster(2), DealingLimits(EPOCHS, max_steps=3)), 2, [0, 1])
+    logs = play(BatchServer(planner(2), roster(2), DealingLimits(EPOCHS, max_steps=3)), 2, [0, 1])
     assert sum(len(log.batches) for log in logs) == 6
     assert [kind for kind, *_ in logs[0].meetings] == [MeetingKind.END]
 
 
 def test_max_steps_end_the_run_where_a_slow_rank_has_left_the_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Dealer, "_would_come_last", lambda self, team, pace_s: team == 1)
-    logs = play(Desk(planner(2), roster(2), DealingLimits(EPOCHS, max_steps=3)), 2, [0, 1])
+    logs = play(BatchServer(planner(2), roster(2), DealingLimits(EPOCHS, max_steps=3)), 2, [0, 1])
     assert [len(log.batches) for log in logs] == [6, 0]
     assert [kind for log in logs for kind, *_ in log.meetings] == [MeetingKind.END] * 2
 
 
 def test_a_paused_run_stops_after_its_steps_and_goes_on_with_the_rest() -> None:
     plan = planner(2)
-    first = play(Desk(plan, roster(2), DealingLimits(EPOCHS, pause_at=3)), 2, [0, 1])
+    first = play(BatchServer(plan, roster(2), DealingLimits(EPOCHS, pause_at=3)), 2, [0, 1])
     assert sum(len(log.batches) for log in first) == 6
     last = [item for item in first[0].items if isinstance(item, Meeting)][-1]
     assert (last.kind, last.step) == (MeetingKind.STOP, 3)
-    at_once = play(Desk(plan, roster(2), DealingLimits(EPOCHS, pause_at=3), last.state), 2, [0, 1])
+    at_once = play(BatchServer(plan, roster(2), DealingLimits(EPOCHS, pause_at=3), last.state), 2, [0, 1])
     assert [log.batches for log in at_once] == [[], []]
     assert at_once[0].meetings == at_once[1].meetings == [(MeetingKind.STOP, last.epoch, 3, last.frames)]
-    rest = play(Desk(plan, roster(2), DealingLimits(EPOCHS), last.state), 2, [0, 1])
+    rest = play(BatchServer(plan, roster(2), DealingLimits(EPOCHS), last.state), 2, [0, 1])
     batches = [batch for log in (*first, *rest) for batch in log.batches]
     assert len(batches) == len(set(batches)) == sum(int((plan(e).frames > 0).sum()) for e in range(EPOCHS))
 
@@ -208,12 +208,13 @@ def test_a_slow_rank_does_not_get_the_last_batch_by_asking_again(slowness: int) 
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_over_a_channel_all_ranks_get_what_the_desk_deals(size: int) -> None:
+def test_over_a_channel_all_ranks_get_what_the_server_deals(size: int) -> None:
     plan = planner(size)
 
     def work(comm: Communicator) -> list[Assignment]:
-        desk = Desk(plan, roster(size), DealingLimits(EPOCHS, checkpoint_steps=2)) if comm.rank == 0 else None
-        dealing = Dealing(comm.peers(), roster(size), plan, desk, lambda: False)
+        limits = DealingLimits(EPOCHS, checkpoint_steps=2)
+        server = BatchServer(plan, roster(size), limits) if comm.rank == 0 else None
+        dealing = Dealing(comm.peers(), roster(size), plan, server, lambda: False)
         assignments = list(dealing.assignments())
         dealing.close()
         return assignments

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from speechdp.cli.main import parse, run
+from speechdp.cli.main import run
+from speechdp.cli.support.command_line import parse
 from speechdp.errors import ConfigError
 from speechdp.experiments.compare import script_training
 from speechdp.experiments.compare.record import read_record, write_record

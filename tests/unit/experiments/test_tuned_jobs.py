@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from speechdp.cli.main import parse
+from speechdp.cli.support.command_line import parse
 from speechdp.data.shards.dataset import FLAT, Dataset
 from speechdp.experiments.compare.own_training import CompareRequest
 from speechdp.experiments.compare.plan import FRAMES, SEQUENTIAL, ComparePlan

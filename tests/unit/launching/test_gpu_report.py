@@ -16,7 +16,7 @@ import torch
 
 from launch import gpu_report
 from launch.gpu_report import TAIL_LINES, Part, parts, run
-from speechdp.cli.main import check_forwarded
+from speechdp.cli.support.command_line import check_forwarded
 from speechdp.comm.sums import REDUCIBLE
 from speechdp.parallel.registry import parse_strategy
 from tests.helpers.mpi import run_job

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from speechdp.cli.main import SUBCOMMANDS, run
+from speechdp.cli.main import run
+from speechdp.cli.support.subcommands import SUBCOMMANDS
 from speechdp.errors import ConfigError
 from speechdp.launching.subcommands import OVER_RANKS, STARTS_JOBS, check_ranks
 

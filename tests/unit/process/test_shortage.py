@@ -153,7 +153,7 @@ def test_a_command_without_batches_says_it_in_one_line(
             take_of_torch()
             return 0
 
-    monkeypatch.setattr(main, "parse", lambda name, arguments: Command())
+    monkeypatch.setattr(main, "read_command", lambda name, arguments: Command())
     monkeypatch.setattr(main, "_options_of", lambda command: {"beam"})
     assert main.run(["transcribe"]) == exit_codes.CRASHED
     (line,) = capsys.readouterr().err.splitlines()

@@ -330,9 +330,9 @@ def test_an_epoch_that_taught_nothing_says_why(
     options = dataclasses.replace(ACOUSTIC, precision=precision)
     with ExitStack() as stack:
         mine, _ = build.build_trainer(Session(datasets["acoustic"], ALONE, CPU), options, tmp_path, stack)
-        mine._at.epoch_loss[2] = learnt
+        mine._state.epoch_loss[2] = learnt
         with pytest.raises(RunError, match=message) as caught:
-            measure_epoch(mine.parts, mine._at, 1.0, 0.0, 0.0)
+            measure_epoch(mine.parts, mine._state, 1.0, 0.0, 0.0)
     assert ("fp16" in str(caught.value)) == (precision == "fp16" and learnt > 0)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from speechdp import remedies
-from speechdp.cli.support.script_options import OutFolder, inputs_of
+from speechdp.cli.support.out_folder import OutFolder, inputs_of
 from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads

@@ -127,7 +127,7 @@ def test_a_gpu_that_ranks_of_other_hosts_name_too_is_not_judged(
 
     def on_rank(comm: Communicator) -> None:
         host.name, host.gpu = f"n{min(comm.rank, 1)}", ("GPU-a", "GPU-a", "GPU-b")[comm.rank]
-        with sampling.sampled_into(Session(dataset, comm, CPU), 10, tmp_path, 0.0) as sampler:
+        with sampling.sampled(Session(dataset, comm, CPU), 10, tmp_path, 0.0) as sampler:
             made[comm.rank] = sampler
             if sampler is not None:
                 wait_until(lambda: "clock_mhz" in str(sampler.gpu_summaries()), "a sample")
@@ -178,7 +178,7 @@ def test_the_first_rank_of_each_host_samples_the_ranks_there(
     def on_rank(comm: Communicator) -> None:
         host.name = f"n{comm.rank % 2}"
         session = Session(dataset, comm, CPU)
-        with sampling.sampled(session, 10, tmp_path, Timeline(None, rank=comm.rank, device=CPU)):
+        with sampling.sampled(session, 10, tmp_path / "timeline", time.perf_counter()):
             comm.barrier()
 
     run_threads(4, on_rank)
@@ -202,7 +202,7 @@ def test_a_host_without_rank_0_says_what_failed_also_when_stopped(
     def on_rank(comm: Communicator) -> None:
         host.name = f"n{comm.rank}"
         session = Session(dataset, comm, CPU, reporter if comm.rank == 0 else SilentReporter())
-        with pytest.raises(KeyError), sampling.sampled_into(session, 10, tmp_path, 0.0):
+        with pytest.raises(KeyError), sampling.sampled(session, 10, tmp_path, 0.0):
             raise KeyError
 
     run_threads(2, on_rank)

@@ -601,7 +601,7 @@ def test_a_stop_in_a_sweeps_run_on_one_rank_reaches_the_ranks_that_wait(
 )
 def test_what_a_recipe_comes_to_is_said(given: dict[str, Any], rise: str) -> None:
     options = options_with(recipe="adpsgd-asr", **given)
-    line = _describe_recipe(options, options.resolve(4), options.strategy.parsed)
+    line = _describe_recipe(options, options.resolve(4))
     assert line.startswith("recipe adpsgd-asr: 640 segments per rank and step, learning rate ")
     assert line.endswith(f" ({rise}), strategy gradient_averaging")
 
@@ -742,7 +742,7 @@ def test_a_rank_that_others_mend_does_not_end_the_run_by_its_scale(
                 if mine.parts.replica.scaler is not None and comm.rank == 1:
                     scales.append(mine.parts.replica.scaler.get_scale())
             mine.parts.strategy.pause()
-            found = mine._at.epoch_loss.tolist()
+            found = mine._state.epoch_loss.tolist()
             noted = [(x, n) for x, n in tasks[comm.rank].noted if n > 0]
             assert found[0] == pytest.approx(sum(x for x, _ in noted), rel=1e-6)
             assert found[1] == sum(n for _, n in noted)

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import pytest
 import soundfile
 
-from speechdp.cli.main import parse
 from speechdp.cli.main import run as speechdp
+from speechdp.cli.support.command_line import parse
 from speechdp.data.corpora.kaldi_dir import ReadingRules, read_audio_table, read_kaldi_dir
 from speechdp.data.corpora.reader import read_corpus
 from speechdp.data.prepare.pipeline import Prepared, prepare

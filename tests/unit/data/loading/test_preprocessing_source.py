@@ -13,7 +13,7 @@ import torch
 
 from speechdp.data.loading.reader import SplitReader
 from speechdp.data.loading.source import SplitSource
-from speechdp.data.loading.source_options import Workshop, open_local_source
+from speechdp.data.loading.source_options import SourceOptions, open_local_source
 from speechdp.data.loading.source_request import Context, SourceRequest
 from speechdp.data.loading.threaded_source import ThreadedSource
 from speechdp.data.plan.assignment import PlanPosition, augmentation_seed
@@ -46,7 +46,7 @@ def no_thread_is_left() -> Iterator[None]:
 
 
 def opened(dataset: Dataset, request: SourceRequest, num_threads: int = 1) -> SplitSource:
-    return open_local_source(dataset, request, Workshop(num_threads=num_threads))
+    return open_local_source(dataset, request, SourceOptions(num_threads=num_threads))
 
 
 def plan_of(source: SplitSource, options: PlanOptions = CHUNKS) -> EpochPlan:

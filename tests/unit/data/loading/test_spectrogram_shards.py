@@ -12,7 +12,7 @@ import torch
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.data.loading.batch import IGNORED_TARGET
 from speechdp.data.loading.reader import SplitReader
-from speechdp.data.loading.source_options import Workshop, open_local_source
+from speechdp.data.loading.source_options import SourceOptions, open_local_source
 from speechdp.data.loading.source_request import SourceRequest
 from speechdp.data.plan.epoch_plan import PlanOptions, plan_epoch
 from speechdp.data.prepare.reshard import reshard
@@ -78,7 +78,7 @@ def test_batches_hold_frames_and_symbols(dataset: Dataset) -> None:
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_an_empty_batch_joins_with_no_frame(dataset: Dataset, num_threads: int) -> None:
     request = SourceRequest("train")
-    source = open_local_source(dataset, request, Workshop(num_threads=num_threads))
+    source = open_local_source(dataset, request, SourceOptions(num_threads=num_threads))
     plan = plan_epoch(source.index, PlanOptions(100, 0, 1), 0, 2)
     batch = source.batch(plan.ranks[0].batch(0).none())
     assert (batch.num_frames, batch.targets.shape[0]) == (0, 0)
@@ -142,7 +142,7 @@ def test_what_changes_inputs_is_refused(
     dataset: Dataset, inputs: InputOptions, augment: AugmentOptions, named: str
 ) -> None:
     with pytest.raises(ConfigError, match=named):
-        open_local_source(dataset, SourceRequest("train", inputs=inputs, augment=augment), Workshop())
+        open_local_source(dataset, SourceRequest("train", inputs=inputs, augment=augment), SourceOptions())
 
 
 def test_sizes_of_a_row(dataset: Dataset) -> None:

@@ -15,7 +15,7 @@ from speechdp.comm.base import Communicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.data.loading.batch import Batch
 from speechdp.data.loading.source import SplitSource
-from speechdp.data.loading.source_options import Workshop, open_local_source
+from speechdp.data.loading.source_options import SourceOptions, open_local_source
 from speechdp.data.loading.source_request import SourceRequest
 from speechdp.data.plan.epoch_plan import PlanOptions, plan_epoch
 from speechdp.data.shards.dataset import Dataset
@@ -43,7 +43,7 @@ def shards_of(dataset: Dataset) -> list[Shard]:
 def batches(dataset: Dataset, request: SourceRequest, num_threads: int = 1) -> list[tuple[list[str], Batch]]:
     """Return the texts and the batches of an epoch."""
     shards = shards_of(dataset)
-    with closing(open_local_source(dataset, request, Workshop(num_threads=num_threads))) as source:
+    with closing(open_local_source(dataset, request, SourceOptions(num_threads=num_threads))) as source:
         plan = plan_epoch(source.index, PlanOptions(5), 0, 1).ranks[0]
         found = []
         for number in range(plan.num_batches):
@@ -150,7 +150,7 @@ def test_what_is_left_out_is_counted_once_whoever_reads_it(without_one: Dataset)
                 source.batch(plan.batch(number))
 
     def local(comm: Communicator) -> dict[str, int]:
-        with closing(open_local_source(without_one, REQUEST, Workshop(num_threads=2))) as source:
+        with closing(open_local_source(without_one, REQUEST, SourceOptions(num_threads=2))) as source:
             read_all(source)
             return source.left_out.gather(comm)
 
