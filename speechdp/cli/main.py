@@ -62,7 +62,8 @@ class Subcommand:
         module: module of speechdp.cli.
         class_name: its dataclass of options.
         summary: one line for the overview.
-        internal: options that only our own jobs and scripts give, as one word (`--job=weak-1`); `--help` hides them.
+        internal: options that only our own jobs and scripts give, as one word (`--job=weak-1`); `--help`
+            hides them.
         refused: options of training or of the launcher that it has no use for, with what to do instead;
             `--help` hides them.
         script_class_name: the dataclass of options where `--script` is given: a training script of the

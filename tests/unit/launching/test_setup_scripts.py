@@ -218,7 +218,9 @@ def test_a_build_that_is_interrupted_before_it_begins_says_so(checkout: Path, is
     build = "setsid --wait launch/build_horovod --install 2>said; echo $? >code"
     path, cache = f"{checkout}/bin:{os.environ['PATH']}", str(checkout / "cache")
     run_script(checkout, "-c", build, PATH=path, SPEECHDP_CACHE=cache)
-    said = "build_horovod: interrupted, Horovod is not built; to build it later: launch/build_horovod --install"
+    said = (
+        "build_horovod: interrupted, Horovod is not built; to build it later: launch/build_horovod --install"
+    )
     found = (checkout / "said").read_text(), (checkout / "code").read_text()
     assert found == (f"{said}\n", "130\n")
 
