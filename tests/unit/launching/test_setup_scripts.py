@@ -207,24 +207,6 @@ def test_the_build_of_horovod_shows_life_and_its_end(
     assert (checkout / "code").read_text() == f"{code}\n"
 
 
-@pytest.mark.parametrize("is_found", [True, False])
-def test_a_build_that_is_interrupted_before_it_begins_says_so(checkout: Path, is_found: bool) -> None:
-    """Ctrl-C goes to all processes of the group; the one that says which wheel fits may have ended well."""
-    write_program(checkout / "bin/nvidia-smi", "exit 1")
-    (checkout / "cache/wheels/key").mkdir(parents=True)
-    (checkout / "cache/wheels/key/horovod-1.whl").touch()
-    interrupt = f"trap '' INT; kill -INT 0; {'echo key' if is_found else 'exit 1'}"
-    write_program(checkout / ".venv/bin/python", f'case "$*" in "- "*) {interrupt} ;; *) exit 1 ;; esac')
-    build = "setsid --wait launch/build_horovod --install 2>said; echo $? >code"
-    path, cache = f"{checkout}/bin:{os.environ['PATH']}", str(checkout / "cache")
-    run_script(checkout, "-c", build, PATH=path, SPEECHDP_CACHE=cache)
-    said = (
-        "build_horovod: interrupted, Horovod is not built; to build it later: launch/build_horovod --install"
-    )
-    found = (checkout / "said").read_text(), (checkout / "code").read_text()
-    assert found == (f"{said}\n", "130\n")
-
-
 @pytest.mark.parametrize(
     ("code", "said"),
     [
