@@ -202,6 +202,13 @@ def listed_anew(folder: Path) -> list[str]:
         return [entry.name for entry in entries]
 
 
+def see_folder_anew(folder: Path) -> None:
+    """List a folder and all above it: NFS may also remember that one of these did not exist."""
+    for each in reversed((folder, *folder.parents)):
+        with contextlib.suppress(OSError):
+            listed_anew(each)
+
+
 def why_no_folder(path: Path) -> str:
     """Return what is wrong with a path that is not a folder, to complete "PATH: ..."."""
     return "is a file, not a folder" if path.exists() else "no such folder"

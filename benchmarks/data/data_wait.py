@@ -79,7 +79,8 @@ def measure(given: argparse.Namespace, case: tuple[str, str, str, Path], starter
         ]
         words += ["--epochs", "100", f"--max-steps={steps}", "--strategy", f"model_averaging:period={period}"]
         words += AUGMENTED if stored == "audio" else ()
-        message = starter.run(given.ranks, words, given.out / "logs" / f"{run_dir.name}.log")
+        log = given.out / "logs" / f"{run_dir.name}.log"
+        message = starter.run(given.ranks, words, log, folder=run_dir)
         if message is not None:
             raise SystemExit(f"{run_dir.name}: {message}")
     shares, lengths = [], []

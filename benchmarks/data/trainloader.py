@@ -129,7 +129,8 @@ def run_orders(
             if not (run_dir / "completed.json").is_file():
                 words = ["train", str(data.absolute()), str(run_dir), "--order", order, "--overwrite"]
                 words += ["--epochs", str(given.epochs), *given.options]
-                message = starter.run(given.ranks, words, out / "logs" / f"{run_dir.name}.log")
+                log = out / "logs" / f"{run_dir.name}.log"
+                message = starter.run(given.ranks, words, log, folder=run_dir)
                 if message is not None:
                     raise SystemExit(f"{order}: {message}")
             result = outcome(order, run_dir, given.bin_s)

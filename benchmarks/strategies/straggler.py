@@ -142,7 +142,8 @@ def train(
             words += ["--seed", str(case.seed), *given.length, *given.options, "--resume"]
             if case.factor > 1:
                 words.append(f"--slow-ranks={given.ranks - 1}:{case.factor}")
-            message = starter.run(given.ranks, words, out / "logs" / f"{case.folder}.log")
+            log = out / "logs" / f"{case.folder}.log"
+            message = starter.run(given.ranks, words, log, folder=run_dir)
         timing = read_run(run_dir).timing
         rate = formatting.count(frames_per_s(timing) if timing else None)
         print(f"{place}: {message or f'{rate} frames/s'}", flush=True)

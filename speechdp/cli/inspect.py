@@ -58,8 +58,12 @@ class InspectCommand:
         return 0
 
 
-def describe(dataset: Dataset) -> RenderableType:
-    """Return a table of a data directory's splits, under a line with their common settings."""
+def describe(dataset: Dataset, *, advises: bool = True) -> RenderableType:
+    """Return a table of a data directory's splits, under a line with their common settings.
+
+    Args:
+        advises: whether to add how to align targets that are not aligned.
+    """
     settings = _SETTINGS[dataset.stored](dataset)
     if dataset.channel is not None:
         settings += f"\nof files of several channels: {channel_read(dataset.channel)}"
@@ -73,7 +77,7 @@ def describe(dataset: Dataset) -> RenderableType:
         table.add_row(printable(name), f"{hours:.3f}", *(f"{count:,}" for count in counts))
     model = describe_language_model(dataset)
     lines = [Text("\n".join(model))] if model else []
-    if dataset.alignment == FLAT and "train" in dataset.splits:
+    if advises and dataset.alignment == FLAT and "train" in dataset.splits:
         lines.append(Text(_FLAT_HINT))
     return Group(Text(str(dataset.path), style="bold"), Text(settings), table, *lines)
 

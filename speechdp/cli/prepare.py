@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import tyro
 from rich.console import Console
 
 from speechdp.cli.inspect import describe
@@ -27,6 +28,9 @@ class PrepareCommand(PrepareOptions):
 
     With Kaldi's alignments: speechdp prepare --kaldi DATA_DIR --ali ALI_DIR DATA"""
 
+    advise: tyro.conf.Suppress[str] = ""
+    """`no`: print no advice on training, which follows it already; given by launch/quickstart."""
+
     def run(self) -> int:
         """Make the data directory and print what is in it."""
         console = make_console()
@@ -36,7 +40,7 @@ class PrepareCommand(PrepareOptions):
             owner_of(self.data, "prepare", print_to_stderr, file=owner_file(self.data)),
         ):
             prepared = prepare(self, progress)
-        console.print(describe(prepared.dataset))
+        console.print(describe(prepared.dataset, advises=self.advise != "no"))
         for notice in prepared.notices:
             console.print(notice)
         return 0

@@ -45,8 +45,11 @@ _MAX_PIECE_S = 3600.0
 _USUAL_PIECE_S, _OF_TRAINING = (5.0, 30.0), 1.5
 
 
-def kept_description(run_dir: Path) -> Dataset:
+def kept_description(run_dir: Path, names: Sequence[str] = (MANIFEST_NAME,)) -> Dataset:
     """Open the copy of the training data's description that a run keeps, without shards.
+
+    Args:
+        names: files of the copy that are about to be used.
 
     Raises:
         RunError: the run keeps none, or another one than it wrote.
@@ -55,7 +58,7 @@ def kept_description(run_dir: Path) -> Dataset:
     path = run_dir / TRAINED_ON / MANIFEST_NAME
     if not path.is_file():
         raise RunError(f"{path}: is missing; {COPY_AGAIN}")
-    check_contents(path.parent, [MANIFEST_NAME])
+    check_contents(path.parent, names)
     return Dataset.open(path.parent, remedy=COPY_AGAIN)
 
 
@@ -78,9 +81,7 @@ def kept_data(run_dir: Path) -> Dataset:
         )
     if not (folder / "lexicon.txt").is_file():
         raise RunError(f"{folder / 'lexicon.txt'}: is missing; {COPY_AGAIN}")
-    dataset = kept_description(run_dir)
-    check_contents(folder, SMALL_NAMES)
-    return dataset
+    return kept_description(run_dir, SMALL_NAMES)
 
 
 def _check_same_data(config: Mapping[str, Any], kept: Dataset) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from speechdp import exit_codes
 from speechdp.errors import RunError
-from speechdp.files import cannot_be_written, refused_by_disk
+from speechdp.files import cannot_be_written, refused_by_disk, see_folder_anew
 from speechdp.launching.forwarded_options import has_option
 from speechdp.launching.supervise import JobEnd, StopPolicy, run_job
 from speechdp.process.ending import Ended
@@ -71,7 +71,13 @@ class JobStarter:
         return int(given) if given.isdigit() else None
 
     def run(
-        self, num_ranks: int, arguments: Sequence[str], log: Path, *, may_pause: bool = False
+        self,
+        num_ranks: int,
+        arguments: Sequence[str],
+        log: Path,
+        *,
+        folder: Path | None = None,
+        may_pause: bool = False,
     ) -> str | None:
         """Run a command; return None, or the cause of its failure in one line.
 
@@ -79,7 +85,8 @@ class JobStarter:
             num_ranks: number of ranks.  On this machine a single rank needs no launcher; otherwise it is
                 launched on the first host, to run where the jobs do that it is compared with.
             arguments: subcommand and its arguments.
-            log: file to which the command and its output are appended; in OUT/LOGS for an experiment in OUT.
+            log: file to which the command and its output are appended.
+            folder: folder that the command writes and that is read afterwards; None: nothing is read.
             may_pause: the command was told where to stop, so it may end with the exit code of a stop.
 
         Raises:
@@ -89,7 +96,7 @@ class JobStarter:
         argv = [*self.program, *arguments]
         if num_ranks > 1 or not self.starts_here:
             argv = self._launched(num_ranks, arguments)
-        return self._run(argv, self.environment, log, may_pause=may_pause)
+        return self._run(argv, self.environment, log, folder, may_pause=may_pause)
 
     def run_script(
         self,
@@ -98,6 +105,7 @@ class JobStarter:
         log: Path,
         environment: Mapping[str, str],
         *,
+        folder: Path,
         may_pause: bool = False,
     ) -> str | None:
         """Run a user's script over ranks, in the same way as `run`.
@@ -106,18 +114,24 @@ class JobStarter:
             num_ranks: number of processes; as in `run`.
             words: the script's path and its arguments.
             environment: variables to add to those of the jobs.
-            may_pause: as in `run`.
+            folder, may_pause: as in `run`.
         """
         argv = [self.program[0], *words]
         if num_ranks > 1 or not self.starts_here:
             argv = self._launched(num_ranks, argv)
-        return self._run(argv, {**self.environment, **environment}, log, may_pause=may_pause)
+        return self._run(argv, {**self.environment, **environment}, log, folder, may_pause=may_pause)
 
     def _launched(self, num_ranks: int, words: Sequence[str]) -> list[str]:
         return [*self.program, "launch", *self.launch_options, "-np", str(num_ranks), "--", *words]
 
     def _run(
-        self, argv: Sequence[str], environment: Mapping[str, str], log: Path, *, may_pause: bool = False
+        self,
+        argv: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        folder: Path | None,
+        *,
+        may_pause: bool,
     ) -> str | None:
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
@@ -127,8 +141,8 @@ class JobStarter:
                 begin = file.tell()
                 end = run_job(argv, environment, _POLICY, file)
             printed = log.read_bytes()[begin:].decode(errors="replace")
-            if not self.starts_here and log.parent.name == LOGS:
-                _see_anew(log.parent.parent)
+            if not self.starts_here and folder is not None:
+                _see_anew(folder)
         except OSError as error:
             raise RunError(cannot_be_written(log, error)) from error
         if end.stop_signal is not None:
@@ -149,6 +163,7 @@ class JobStarter:
 
 def _see_anew(folder: Path) -> None:
     """Let a network disk show what other hosts have written: NFS remembers what there was not before."""
+    see_folder_anew(folder)
     for _ in os.walk(folder):  # lists every folder in it
         pass
 

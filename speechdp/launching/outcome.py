@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import signal
@@ -13,7 +12,7 @@ from typing import Any
 
 from speechdp import exit_codes
 from speechdp.errors import UsageError
-from speechdp.files import listed_anew
+from speechdp.files import see_folder_anew
 from speechdp.json_input import parse_json
 from speechdp.launching.faults import LOST_HOST, Fault, first_cause
 from speechdp.launching.forwarded_options import has_option
@@ -165,6 +164,7 @@ def newest_checkpoint(directory: Path) -> Path | None:
 def whole_checkpoints(directory: Path) -> list[Path]:
     """Return all complete checkpoints anywhere in a folder."""
     found: list[Path] = []
+    see_folder_anew(directory)
     # Not by glob, which raises if others delete folders meanwhile.
     for name, folders, _files in os.walk(directory):
         folder = Path(name)
@@ -309,9 +309,7 @@ def _meaning(exit_code: int) -> str:
 
 def _marker_state(subcommand: str, directory: Path) -> tuple[int, int] | None:
     """Return a value that identifies this writing of the completion marker; None: not complete."""
-    for folder in reversed((directory, *directory.parents)):
-        with contextlib.suppress(OSError):
-            listed_anew(folder)
+    see_folder_anew(directory)
     if subcommand == "sweep" and _sweep_record(directory).get("completed") is not True:
         return None
     try:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from speechdp import exit_codes
 from speechdp.errors import ConfigError
+from speechdp.files import see_folder_anew
 from speechdp.launching.faults import Fault, first_cause, short_name
 from speechdp.launching.forwarded_options import has_option, plain_option
 from speechdp.launching.hostfile import Host, Hostfile, is_this_machine
@@ -190,6 +191,7 @@ class Restarts:
         """Return the state of the file that every run or sweep writes at its beginning."""
         if self.target is None:
             return None
+        see_folder_anew(self.target.directory)
         return _state(
             self.target.directory / ("run.json" if self.target.subcommand == "train" else "sweep.json")
         )

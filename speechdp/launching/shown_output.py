@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import array
+import fcntl
 import math
 import os
 import select
+import termios
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,8 +19,6 @@ from speechdp.process.output import STDERR, STDOUT, give_up, is_read, write_stan
 _PIPE_BYTES = 65_536
 #: Bytes that a writable pipe or terminal accepts without blocking (PIPE_BUF).
 _WRITTEN_AT_ONCE = 4096
-#: Longest wait for the end of a pipe, s: a process that left the job's session may hold it for ever.
-_PIPE_END_S = 1.0
 #: Longest time in which the reader of our output may accept nothing of what is left at the end, s.
 _READER_PATIENCE_S = 60.0
 #: Longest time for writing what is left once this process is asked to end, s.
@@ -35,7 +36,6 @@ class _Relay:
         take: takes data read and returns what to show of it.
         end: returns what was held back.
         pending: data still to be written.
-        most_pending: size of `pending` beyond which the launcher has to wait, bytes.
     """
 
     descriptor: int
@@ -43,12 +43,11 @@ class _Relay:
     take: Callable[[bytes], bytes]
     end: Callable[[], bytes]
     pending: bytes = b""
-    most_pending: float = _PIPE_BYTES
 
     @property
     def readable(self) -> list[int]:
         """The pipe, if it has not ended and there is room for its data."""
-        return [self.pipe] if self.pipe is not None and len(self.pending) <= self.most_pending else []
+        return [self.pipe] if self.pipe is not None and len(self.pending) <= _PIPE_BYTES else []
 
     def read(self) -> None:
         assert self.pipe is not None
@@ -57,6 +56,15 @@ class _Relay:
             self.pending += self.take(data)
         else:
             self.close()
+
+    def read_rest(self) -> None:
+        """Read what the pipe holds now, and no more: a stray process may write to it for ever."""
+        left = 0 if self.pipe is None else _num_readable(self.pipe)
+        while self.pipe is not None and left:
+            data = os.read(self.pipe, left)
+            left -= len(data)
+            self.pending += self.take(data)
+        self.close()
 
     def write(self) -> None:
         try:
@@ -70,6 +78,13 @@ class _Relay:
             os.close(self.pipe)
             self.pipe = None
             self.pending += self.end()
+
+
+def _num_readable(pipe: int) -> int:
+    """Return the number of bytes that a pipe holds."""
+    held = array.array("i", [0])
+    fcntl.ioctl(pipe, termios.FIONREAD, held)
+    return held[0]
 
 
 class ShownOutput:
@@ -138,13 +153,8 @@ class ShownOutput:
         Args:
             asked: returns whether this process was asked to end.
         """
-        deadline = time.monotonic() + _PIPE_END_S  # a stray process may hold a pipe for ever
         for relay in self._relays:
-            relay.most_pending = math.inf  # at most what the pipes still hold
-        while self.pump(0.0) and time.monotonic() < deadline:
-            pass
-        for relay in self._relays:
-            relay.close()
+            relay.read_rest()
         self._write_pending(asked)
 
     def _write_pending(self, asked: Callable[[], bool]) -> None:

@@ -125,6 +125,13 @@ class StatusFolder:
         # Not by its name alone: a network disk remembers for long that there was no such file.
         return _HUNG in listed_anew(self.path)
 
+    def read_end(self) -> str:
+        """Return what the rank that declared the job hung said of it; "": none did.  Raises OSError."""
+        try:
+            return (self.path / _HUNG).read_text(encoding="utf-8", errors="replace").strip()
+        except FileNotFoundError:
+            return ""
+
     def clear(self) -> None:
         """Delete the files of an earlier start of the run.  Called by one rank before any rank begins."""
         with contextlib.suppress(OSError):  # the run must not fail because of this

@@ -26,10 +26,11 @@ TOLERANT = ("--strategy", "ad_psgd", "--backend", "mpi", "--tolerate-loss")
 
 
 @pytest.fixture(scope="session")
-def python(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def python(pytestconfig: pytest.Config, lab_folder: Path) -> Path:
     """A Python with Open MPI 5, kept in pytest's cache; skipped with the reason where there can be none."""
     cache = getattr(pytestconfig, "cache", None)
-    folder = tmp_path_factory.mktemp("mpi") if cache is None else cache.mkdir("speechdp-open-mpi-5")
+    # All nodes see both folders; of the rest of /tmp each has its own.
+    folder = lab_folder / "open-mpi-5" if cache is None else cache.mkdir("speechdp-open-mpi-5")
     try:
         return python_with_open_mpi_5(folder / "environment")
     except NoOpenMpi5Error as error:

@@ -17,7 +17,8 @@ class Subcommand:
         module: module of speechdp.cli.
         class_name: its dataclass of options.
         summary: one line for the overview.
-        internal: options that only our own jobs give, as one word (`--job=weak-1`); `--help` hides them.
+        internal: options that only our own jobs and scripts give, as one word (`--job=weak-1`); `--help`
+            hides them.
         refused: options of training or of the launcher that it has no use for, with what to do instead;
             `--help` hides them.
         script_class_name: the dataclass of options where `--script` is given: a training script of the
@@ -45,6 +46,7 @@ _OVERVIEW: dict[str, dict[str, Subcommand]] = {
             "prepare",
             "PrepareCommand",
             "make a data directory from a corpus, from Kaldi's files or with eSpeak NG",
+            internal=("advise",),
         ),
         "inspect": Subcommand(
             "inspect", "InspectCommand", "show what a data directory holds and verify its checksums"

@@ -166,7 +166,7 @@ class OwnTraining(ComparedTraining):
             words += [f"--backend={request.options.backend}"]
         from speechdp.decode.kept_graph import KeptGraph  # noqa: PLC0415 (OpenFst)
 
-        message = self._starter.run(ranks, words, log_of(run_dir))
+        message = self._starter.run(ranks, words, log_of(run_dir), folder=run_dir)
         KeptGraph(run_dir).discard()  # each run has its own graph; together they would fill a disk
         return message
 
@@ -189,7 +189,7 @@ class OwnTraining(ComparedTraining):
         words += [f"--decode-split={request.decode_split}"]
         words += train_arguments(dataclasses.replace(options, seed=TrainOptions().seed))
         num_ranks = ranks + options.loading.feeders
-        message = self._starter.run(num_ranks, words, log)
+        message = self._starter.run(num_ranks, words, log, folder=request.out)
         if message is None and not _was_held(request.out, plan):
             message = NOTHING_LEFT
         self._print_line(f"race on {ranks} ranks: {'done' if message is None else f'failed: {message}'}")
@@ -203,7 +203,7 @@ class OwnTraining(ComparedTraining):
         # `ranks` counts only the ranks that train.
         num_ranks = ranks + options.loading.feeders
         words += ["--resume", *([f"--pause-at={pause_at}"] if pause_at else [])]
-        message = self._starter.run(num_ranks, words, log_of(run_dir), may_pause=pause_at > 0)
+        message = self._starter.run(num_ranks, words, log_of(run_dir), folder=run_dir, may_pause=pause_at > 0)
         if message is None and not pause_at and not RunDirectory(run_dir).is_complete:
             return "the job exited with code 0 but left no completed.json (a host may have been lost)"
         return message

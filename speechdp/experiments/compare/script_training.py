@@ -119,7 +119,12 @@ def run_until(
     """
     environment = script.environment(run.strategy, run.ranks, run.seed, run_dir) | {PAUSE: str(pause)}
     message = starter.run_script(
-        script.processes(run.ranks), script.words(run), log_of(run_dir), environment, may_pause=True
+        script.processes(run.ranks),
+        script.words(run),
+        log_of(run_dir),
+        environment,
+        folder=run_dir,
+        may_pause=True,
     )
     if message is None and not RunDirectory(run_dir).is_begun:
         return f"{script.path.name} {_NOTHING_TRAINED}"
@@ -246,7 +251,7 @@ class ScriptTraining(ComparedTraining):
         directory = RunDirectory(run_dir)
         directory.forget_end()  # so that the script can start over if it trained but then failed
         message = self._starter.run_script(
-            script.processes(run.ranks), script.words(run), log_of(run_dir), environment
+            script.processes(run.ranks), script.words(run), log_of(run_dir), environment, folder=run_dir
         )
         if message is not None:
             return message

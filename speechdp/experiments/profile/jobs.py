@@ -114,7 +114,8 @@ class Profiler:
             shutil.rmtree(out / entry.folder)
         words = ["profile", str(self._request.data.absolute()), str(out.absolute()), f"--job={entry.name}"]
         words += [f"--steps={entry.steps}", "--warmup=0", *train_arguments(job.options)]
-        message = self._starter.run(job.num_processes, words, out / LOGS / f"{entry.name}.log")
+        log = out / LOGS / f"{entry.name}.log"
+        message = self._starter.run(job.num_processes, words, log, folder=out / entry.folder)
         missing = [rank for rank in range(entry.ranks) if not rank_path(out / entry.folder, rank).is_file()]
         if message is None and missing:
             return f"rank {missing[0]} has left no record in {out / entry.folder} (is OUT a shared folder?)"

@@ -173,7 +173,7 @@ class TunedTraining(OwnTraining, TunedJobs):
         words += train_arguments(
             dataclasses.replace(options, strategy=own.strategy, backend=own.backend, seed=own.seed)
         )
-        return self._starter.run(self._ranks + options.loading.feeders, words, log)
+        return self._starter.run(self._ranks + options.loading.feeders, words, log, folder=self._out)
 
     def _train_some(
         self, strategies: Mapping[Path, StrategyChoice], backend: str, steps: int

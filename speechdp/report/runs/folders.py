@@ -57,6 +57,7 @@ from speechdp.report.runs.script_metric import (
 from speechdp.report.runs.synthesis_measures import read_spoken
 from speechdp.report.runs.timing_file import read_timing
 from speechdp.tasks.metrics import Metric, TaskRecord, task_record
+from speechdp.watchdog.status import StatusFolder
 
 #: Problem of a run that was never evaluated.
 METRICS_MISSING = "metrics.jsonl: missing"
@@ -226,6 +227,7 @@ def read_run(run_dir: Path, metric: str = "", split: str = "", *, times_unfinish
     spoken = read_spoken(run_dir, problems)
     periods = read_periods(run_dir, problems, grows=grows)
     mean = None if of_script else _mean_model(records, task)
+    ended_by = "" if completed else _read_end(run_dir, problems)
     if not completed:
         what = "has not finished; wait for the job that owner.json names" if grows else "did not finish"
         advice = f"; {'if that has ended, ' if grows else ''}continue it {how_to_continue(run_dir)}"
@@ -233,7 +235,17 @@ def read_run(run_dir: Path, metric: str = "", split: str = "", *, times_unfinish
     return RunResult(
         name, run_dir, settings, evaluations, timing, word_errors, completed, True, tuple(problems),
         spoken=spoken, script_task=task if of_script else None, periods=periods, mean=mean,
+        ended_by=ended_by,
     )  # fmt: skip
+
+
+def _read_end(run_dir: Path, problems: list[str]) -> str:
+    """Return why the run's watchdog ended it; "": it did not."""
+    try:
+        return printable(StatusFolder(run_dir).read_end().removeprefix("speechdp: "))
+    except OSError as error:
+        problems.append(f"status/hung.txt: cannot be read ({error.strerror})")
+        return ""
 
 
 def _with_script_end(run: RunResult) -> RunResult:

@@ -365,6 +365,7 @@ class RunResult:
         script_task: substitute for the task in runs of a user's script; None: the task is in the settings.
         periods: periods in force over time, for a strategy that changes its averaging period.
         mean: mean of the last epochs' models, if that is the run's model (--average-epochs).
+        ended_by: why an unfinished run was ended, if its folder records that; else "".
     """
 
     name: str
@@ -381,6 +382,7 @@ class RunResult:
     script_task: TaskRecord | None = None
     periods: tuple[PeriodChange, ...] = ()
     mean: MeanModel | None = None
+    ended_by: str = ""
 
     @property
     def last(self) -> Evaluation | None:

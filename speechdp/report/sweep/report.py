@@ -103,9 +103,9 @@ def write_report(out_dir: Path, target: float | None = None, metric: str = "") -
 
 
 def _failures(sweep: Sweep, labels: Mapping[str, str]) -> list[str]:
-    unfinished = {run.name for run in sweep.runs if not run.completed}
-    failed = {name: why for name, why in sweep.failed.items() if name in unfinished}
-    return [f"Failed: {formatting.capital(labels[name])}: {why}" for name, why in failed.items()]
+    unfinished = [run for run in sweep.runs if not run.completed]
+    failed = {run.name: sweep.failed.get(run.name, run.ended_by) for run in unfinished}
+    return [f"Failed: {formatting.capital(labels[name])}: {why}" for name, why in failed.items() if why]
 
 
 def _left_out(sweep: Sweep) -> list[str]:

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from speechdp.cli.inspect import describe
+from speechdp.cli.main import run
 from speechdp.data.prepare.pipeline import prepare
 from speechdp.data.shards.dataset import FLAT, Dataset
 from speechdp.options.prepare import PrepareOptions
@@ -29,6 +30,15 @@ def test_prepare_and_inspect_name_the_next_step(tmp_path: Path) -> None:
         assert (
             "by train --flat-start (Gaussian mixtures) or train --realign 1" in out.getvalue()
         ) == is_named
+
+
+@pytest.mark.parametrize("internal", [(), ("--advise=no",)])
+def test_quickstart_which_aligns_by_itself_is_not_advised_to(
+    internal: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, data = digit_folder(tmp_path / "in"), tmp_path / "data"
+    assert run(["prepare", str(source), str(data), "--workers", "1", *internal]) == 0
+    assert ("--flat-start" in capsys.readouterr().out) == (not internal)
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ class MadeUpStarter:
         self.started: list[tuple[int, list[str]]] = []
         self.fails, self.silent = fails or {}, silent
 
-    def run(self, num_ranks: int, arguments: Sequence[str], log: Path) -> str | None:
+    def run(self, num_ranks: int, arguments: Sequence[str], log: Path, *, folder: Path) -> str | None:
         self.started.append((num_ranks, list(arguments)))
         (job,) = [word.removeprefix("--job=") for word in arguments if word.startswith("--job=")]
         assert log.name == f"{job}.log"
@@ -130,8 +130,8 @@ def test_lost_jobs_that_are_not_asked_for_are_left_out(tmp_path: Path) -> None:
 
 def test_a_record_that_cannot_be_read_fails_its_job_alone(tmp_path: Path) -> None:
     class Torn(MadeUpStarter):
-        def run(self, num_ranks: int, arguments: Sequence[str], log: Path) -> str | None:
-            message = super().run(num_ranks, arguments, log)
+        def run(self, num_ranks: int, arguments: Sequence[str], log: Path, *, folder: Path) -> str | None:
+            message = super().run(num_ranks, arguments, log, folder=folder)
             if "--job=weak-2" in arguments:
                 (Path(arguments[2]) / "weak-2" / "rank-0001.jsonl").write_text("{")
             return message
@@ -166,10 +166,10 @@ def test_what_a_job_has_written_on_another_host_is_seen(
     written = tmp_path / "runs" / "weak-2"
     written.mkdir(parents=True)
     (written / "rank-0000.jsonl").touch()
-    remember_as_missing(monkeypatch, [written, written / "rank-0000.jsonl"])
+    remember_as_missing(monkeypatch, [written.parent, written, written / "rank-0000.jsonl"])
     assert not written.exists()
     starter = JobStarter(("true",), {}, ("--hostfile", "F"))
-    assert starter.run(2, ["train", "DATA"], tmp_path / "logs" / "weak-2.log") is None
+    assert starter.run(2, ["train", "DATA"], tmp_path / "any.log", folder=written) is None
     assert (written / "rank-0000.jsonl").is_file()
 
 
@@ -183,10 +183,10 @@ def test_another_profile_in_the_folder_is_refused(tmp_path: Path) -> None:
 
 def test_a_stop_leaves_what_is_done(tmp_path: Path) -> None:
     class Stopping(MadeUpStarter):
-        def run(self, num_ranks: int, arguments: Sequence[str], log: Path) -> str | None:
+        def run(self, num_ranks: int, arguments: Sequence[str], log: Path, *, folder: Path) -> str | None:
             if "--job=decoder-1" in arguments:
                 raise JobStopped
-            return super().run(num_ranks, arguments, log)
+            return super().run(num_ranks, arguments, log, folder=folder)
 
     with pytest.raises(JobStopped):
         carry_out(tmp_path / "out", Stopping())
@@ -201,7 +201,7 @@ def test_the_command_ends_with_the_page_and_says_what_failed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     starter = MadeUpStarter({"output-2": "rank 1: no memory"})
-    monkeypatch.setattr(JobStarter, "run", lambda self, *job: starter.run(*job))
+    monkeypatch.setattr(JobStarter, "run", lambda self, *job, folder: starter.run(*job, folder=folder))
     page = tmp_path / "page.html"
     written = WrittenReport(page, page, None, "", ("Encoder scales.",))
     monkeypatch.setattr("speechdp.report.profile.page.write_profile_page", lambda out: written)
@@ -227,7 +227,7 @@ def test_the_command_ends_with_the_page_and_says_what_failed(
 def test_a_stop_has_the_exit_code_of_what_can_go_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stopped(*_: object) -> str | None:
+    def stopped(*_: object, **__: object) -> str | None:
         raise JobStopped
 
     monkeypatch.setattr(JobStarter, "run", stopped)

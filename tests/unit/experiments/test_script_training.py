@@ -60,16 +60,17 @@ class FakeRanks:
         log: Path,
         environment: Mapping[str, str],
         *,
+        folder: Path,
         may_pause: bool = False,
     ) -> str | None:
         told = {k.removeprefix("SPEECHDP_"): v for k, v in environment.items()}
+        assert folder == Path(told["FOLDER"])
         if "PAUSE_AT" in told:
             assert may_pause
             return self._turn(num_ranks, told)
         self.calls.append((num_ranks, list(words), told))
         if told["STRATEGY"] in self.failing:
             return self.failing[told["STRATEGY"]]
-        folder = Path(told["FOLDER"])
         self.found.append((folder / "completed.json").exists())
         folder.mkdir(parents=True, exist_ok=True)
         settings = {"script": "train.py", "strategy": told["STRATEGY"], "size": num_ranks}
@@ -116,11 +117,7 @@ class FakeRanks:
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> FakeRanks:
     fake = FakeRanks()
-    monkeypatch.setattr(
-        JobStarter,
-        "run_script",
-        lambda self, *job, may_pause=False: fake.run_script(*job, may_pause=may_pause),
-    )
+    monkeypatch.setattr(JobStarter, "run_script", lambda self, *job, **named: fake.run_script(*job, **named))
     return fake
 
 
@@ -618,7 +615,7 @@ def test_a_script_that_did_not_pause_is_told_what_it_lacks(
     """One that looks at `should_stop` may end before it is to pause."""
 
     def trains_to_its_end(
-        self: JobStarter, ranks: int, words: Sequence[str], log: Path, told: Mapping[str, str], **_: bool
+        self: JobStarter, ranks: int, words: Sequence[str], log: Path, told: Mapping[str, str], **_: object
     ) -> None:
         folder = Path(told["SPEECHDP_FOLDER"])
         folder.mkdir(parents=True, exist_ok=True)
@@ -639,7 +636,7 @@ def test_a_search_that_has_measured_nothing_may_be_begun_with_other_settings(
     out, found = script.parent / "out", list[tuple[str, bool]]()
 
     def trains_to_its_end(
-        self: JobStarter, ranks: int, words: Sequence[str], log: Path, told: Mapping[str, str], **_: bool
+        self: JobStarter, ranks: int, words: Sequence[str], log: Path, told: Mapping[str, str], **_: object
     ) -> None:
         folder = Path(told["SPEECHDP_FOLDER"])
         found.append((words[-1], any((out / "measure").rglob("timing.json"))))

@@ -66,7 +66,8 @@ class Ranks:
     waits_for: threading.Event | None = None
     launch_options: tuple[str, ...] = ()
 
-    def run(self, num_ranks: int, words: Sequence[str], log: Path, *, may_pause: bool = False) -> str | None:
+    def run(self, num_ranks: int, words: Sequence[str], log: Path, *, folder: Path) -> str | None:
+        assert folder == Path(words[2])
         self.started.append(list(words))
         told = {k: v for k, _, v in (word.partition("=") for word in words)}
         if told["--job"] == "race":

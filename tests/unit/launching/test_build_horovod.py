@@ -123,6 +123,23 @@ def test_a_build_that_is_interrupted_before_it_compiles_compiles_nothing(
     assert ("interrupted, Horovod (cpu) is not built; " in done.stderr) == (not words)
 
 
+def test_ctrl_c_while_the_name_of_the_wheel_is_found_out_is_an_interruption(tmp_path: Path) -> None:
+    """It was told as a missing torch, or the wheel was installed all the same."""
+    kill, cache = "read -r _ _ _ _ _ session _ </proc/$$/stat; kill -INT $session", tmp_path / "cache"
+    done = build(tmp_path, "touch begun", cache, "--install", before_key=f"{kill}; exit 1")
+    assert (done.returncode, done.stderr) == (
+        130,
+        "build_horovod: interrupted, Horovod (cpu) is not built; to build it later: "
+        "launch/build_horovod --install\n",
+    )
+    (cache / "wheels" / "key").mkdir(parents=True)
+    (cache / "wheels" / "key" / "horovod-1.whl").touch()
+    done = build(tmp_path, "touch begun", cache, "--install", pip="touch begun", before_key=kill)
+    assert done.returncode == 130, done.stderr
+    assert "interrupted, Horovod is not installed; to install it: launch/" in done.stderr.splitlines()[-1]
+    assert not (tmp_path / "begun").exists()
+
+
 def test_the_tools_of_the_build_do_not_get_into_the_environment(tmp_path: Path) -> None:
     # With --into it may have a cmake of its own.
     calls = tmp_path / "calls"

@@ -21,6 +21,7 @@ from speechdp.launching.hostfile import Host, Hostfile
 from speechdp.launching.outcome import Target, newest_checkpoint
 from speechdp.launching.restarts import RestartPolicy, Restarts, find_reachable
 from speechdp.launching.supervise import JobEnd
+from tests.helpers.network_disk import remember_as_missing
 from tests.helpers.processes import is_running
 from tests.helpers.waiting import wait_until
 
@@ -185,6 +186,23 @@ def test_a_run_that_was_to_be_overwritten_and_is_still_there_does_not_go_on(tmp_
     (tmp_path / "run.json").unlink()
     (tmp_path / "run.json").write_text("{ }")
     assert job.resume_arguments(command) == ("train", "D", "R", "--resume")
+
+
+def test_a_run_that_another_host_has_begun_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on NFS, which knows from before the job that there was no folder, until the one above is listed."""
+    run = tmp_path / "new" / "run"
+    job = restarts(run)
+    save(run, 100)
+    (run / "run.json").write_text("{}")
+    remembered = [run.parent, run, run / "run.json", run / "checkpoints"]
+    for look in (
+        lambda: job.resume_arguments(["train", "D", "R", "--overwrite"]) == ("train", "D", "R", "--resume"),
+        lambda: job.why_not(JobEnd(1, None, (Fault("reported", 0, "n1"),)), 1) is None,
+        lambda: newest_checkpoint(run) == run / "checkpoints" / "step-00000100",
+    ):
+        remember_as_missing(monkeypatch, remembered)
+        assert look()
+        monkeypatch.undo()
 
 
 def test_a_checkpoint_that_was_only_deleted_is_no_progress(tmp_path: Path) -> None:

@@ -166,6 +166,7 @@ def test_quickstart_passes_on_what_prepare_advises(checkout: Path) -> None:
     assert f" --resample 8000 --num-mel-bins 23 --g2p-model {lexicon}" in prepare
     assert f" --dev {checkout}/words --channel mix" in prepare
     assert "--unknown-words" not in sweep
+    assert prepare.endswith(" --advise=no") and " --flat-start " in sweep
     lacking = run_script(checkout, "launch/quickstart", "--corpus", "words", "--unknown-words")
     assert "--unknown-words needs a value" in lacking.stderr
 

@@ -29,6 +29,7 @@ from speechdp.report.sweep.columns import main_columns
 from speechdp.report.sweep.plots import focus_on_end
 from speechdp.report.sweep.report import write_report
 from speechdp.tasks.metrics import LOG_PROB
+from speechdp.watchdog.status import StatusFolder
 from tests.helpers.page_reader import PageReader
 from tests.helpers.runs import MadeUpRun, add_newer_figures, realistic_sweep, write_run, write_sweep
 from tests.helpers.terminal import on_terminal
@@ -331,6 +332,24 @@ def test_cautions_name_runs_on_other_numbers_of_ranks(tmp_path: Path) -> None:
     runs = [MadeUpRun("a", period="1"), MadeUpRun("b", period="4", size=4)]
     text = " ".join(_answer(tmp_path, runs).cautions)
     assert "which changes speed and accuracy too: period 1 on 2, period 4 on 4." in text
+
+
+def test_what_ended_an_unfinished_run_is_said_where_its_folder_records_it(tmp_path: Path) -> None:
+    """Its watchdog's words stay until the next start; who was killed could write nothing."""
+    for name, completed in (("killed", False), ("hung", False), ("whole", True)):
+        run = write_run(MadeUpRun(name, "bmuf", "8", completed=completed), tmp_path)
+        if name != "killed":
+            line = "speechdp: rank 1 on n2: no step ended for 600 s (step 5, forward for 600 s)\n"
+            (run / "status").mkdir()
+            assert StatusFolder(run).claim_end(line)
+    why = "Failed: hung: rank 1 on n2: no step ended for 600 s (step 5, forward for 600 s)"
+    report = write_report(tmp_path)
+    assert [line for line in report.answer if line.startswith("Failed")] == [why]
+    assert why in report.html.read_text().replace("\u00a0", " ")
+    assert [line for line in write_report(tmp_path / "hung").answer if line.startswith("Failed")] == [
+        why.replace("hung", "Bmuf, period 8")
+    ]
+    assert not any("Failed" in line for line in write_report(tmp_path / "killed").answer)
 
 
 def test_runs_without_evaluations_have_a_speed_but_no_choice(tmp_path: Path) -> None:
