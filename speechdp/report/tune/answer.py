@@ -236,6 +236,6 @@ def _expected_text(record: TuneRecord) -> tuple[str, ...]:
     if record.seen_s is None or not any(_is_ahead(one, record) for one in record.tried):
         return ()
     return (
-        f"The last settings were trained for {formatting.seconds(record.seen_s)}; later times are extrapolated "
-        "from how much less each doubling of the time brought.",
+        f"The last settings were trained for {formatting.seconds(record.seen_s)}; later times are "
+        "extrapolated from how much less each doubling of the time brought.",
     )

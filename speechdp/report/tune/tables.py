@@ -44,7 +44,10 @@ def make_table(search: Search, marks: Mapping[str, Markup]) -> ShownTable[Settin
 
 def _notes(search: Search, shown: Collection[str]) -> list[str]:
     """Return what the figures of the shown columns are, and how the race was held."""
-    intervals = {"predicted": "predicted: 90 % interval", "ratio": "raced: ratio within rounds, 95 % interval"}
+    intervals = {
+        "predicted": "predicted: 90 % interval",
+        "ratio": "raced: ratio within rounds, 95 % interval",
+    }
     known = [text for key, text in intervals.items() if key in shown]
     notes = [f"{formatting.capital('; '.join(known))}."] if known else []
     if "time" in shown:

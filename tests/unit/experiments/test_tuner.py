@@ -1395,7 +1395,9 @@ def test_a_target_that_was_seen_to_be_reached_is_not_called_expected(tmp_path: P
     assert f"{SHORT} reaches " in answer.headline and not any("expected" in line for line in answer.details)
     one_later = find_answer(Search(record.with_setting(LONG, times_s=(0.9, 6.0)), {}))
     assert f"{SHORT} reaches " in one_later.headline
-    assert any("The last settings were trained for 5.6 s; later times are" in line for line in one_later.details)
+    assert any(
+        "The last settings were trained for 5.6 s; later times are" in line for line in one_later.details
+    )
     later = find_answer(Search(record.with_setting(SHORT, times_s=(0.3, 6.0)), {}))
     assert f"{SHORT} is expected to reach " in later.headline
 

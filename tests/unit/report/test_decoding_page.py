@@ -90,7 +90,9 @@ def test_page_csv_and_table(tmp_path: Path) -> None:
 
 def test_one_of_a_kind_is_written_in_the_singular(tmp_path: Path) -> None:
     answer = written(tmp_path, (Heard("a-1", "ann", "go", "stop"),)).answer
-    assert answer[0].endswith(": 1 error in 1 word.") and "1 substitution, 0 deletions, 0 insertions." in answer
+    assert (
+        answer[0].endswith(": 1 error in 1 word.") and "1 substitution, 0 deletions, 0 insertions." in answer
+    )
 
 
 def test_speakers_that_a_terminal_leaves_out_are_counted(tmp_path: Path) -> None:
