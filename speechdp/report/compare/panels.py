@@ -128,17 +128,12 @@ def draw_speed(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas) ->
     for group in shown:
         assert group.frames_per_s is not None and group.scores is not None
         colour = canvas.colours[group.label]
+        known = [(row.frames_per_s, row.score) for row in group.figures]
+        seeds = [(speed, score) for speed, score in known if speed is not None and score is not None]
         if raced:
             _draw_interval(ax, group, colour)
-        elif len(group.scores.values) == len(group.frames_per_s.values) > 1:
-            ax.plot(
-                group.frames_per_s.values,
-                group.scores.values,
-                "o",
-                color=colour,
-                markersize=3.2,
-                alpha=0.6,
-            )
+        elif len(seeds) > 1:
+            ax.plot(*zip(*seeds, strict=True), "o", color=colour, markersize=3.2, alpha=0.6)
         filled = not dashes(group.label, canvas)
         (dot,) = ax.plot(
             [_speed(group, raced=raced)], [group.scores.mean], "o", color=colour, markersize=8, zorder=4,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -68,6 +69,19 @@ def test_dots_are_whole_where_one_rank_is_far_away(tmp_path: Path) -> None:
     assert draw_speed(ax, groups, 2, compare_canvas(groups, PRINT))
     low, high = ax.get_ylim()
     assert all(min(score - low, high - score) > 0.04 * (high - low) for score in (*scores, one_rank))
+
+
+def test_the_dot_of_a_seed_has_that_seeds_speed_and_score(tmp_path: Path) -> None:
+    out = write_comparison(tmp_path / "out", [MadeUpStrategy("a")], (2,), (1, 2, 3, 4), ("frames",))
+    (group,) = make_groups(read_comparison(out), None)
+    without_score, without_speed, *whole = group.figures
+    figures = (replace(without_score, score=None), replace(without_speed, frames_per_s=None), *whole)
+    groups = [replace(group, figures=figures)]
+    ax = Figure().add_subplot()
+    assert draw_speed(ax, groups, 2, compare_canvas(groups, PRINT))
+    seeds, _ = ax.lines
+    assert list(seeds.get_xdata()) == [row.frames_per_s for row in whole]
+    assert list(seeds.get_ydata()) == [row.score for row in whole]
 
 
 def test_settings_as_fast_as_each_other_are_not_drawn_apart(tmp_path: Path) -> None:
