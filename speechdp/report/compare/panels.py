@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
@@ -214,11 +215,18 @@ def draw_period(unit: PeriodUnit, ax: Axes, groups: Sequence[Group], ranks: int,
 
 
 def mean_curve(curves: Sequence[Points]) -> Points:
-    """Return the mean of several seeds' curves at each evaluation that all of them have."""
-    return [
-        (sum(x for x, _ in points) / len(points), sum(y for _, y in points) / len(points))
-        for points in zip(*curves, strict=False)
+    """Return the mean of several seeds' curves at equal shares of each one's evaluations.
+
+    At equal time, runs of one strategy may differ in their numbers of epochs: their mean, too, ends at the
+    mean of their ends, as in the table.
+    """
+    shares = np.linspace(0, 1, max(map(len, curves)))
+    resampled = [
+        [np.interp(shares, np.linspace(0, 1, len(curve)), column) for column in zip(*curve, strict=True)]
+        for curve in curves
     ]
+    xs, ys = np.mean(resampled, axis=0)
+    return [(float(x), float(y)) for x, y in zip(xs, ys, strict=True)]
 
 
 def draw_learning(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas, *, over_time: bool) -> bool:

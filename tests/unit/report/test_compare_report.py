@@ -252,9 +252,10 @@ def test_many_strategies_can_be_told_apart(tmp_path: Path) -> None:
     assert len({(colour, dashes(label, canvas)) for label, colour in canvas.colours.items()}) == 12
 
 
-def test_the_mean_curve_goes_as_far_as_all_seeds() -> None:
+def test_the_mean_curve_goes_from_the_mean_of_the_beginnings_to_the_mean_of_the_ends() -> None:
     curves = [[(1.0, -3.0), (2.0, -2.0), (3.0, -1.0)], [(3.0, -1.0), (4.0, 0.0)]]
-    assert mean_curve(curves) == [(2.0, -2.0), (3.0, -1.0)]
+    assert mean_curve(curves) == [(2.0, -2.0), (2.75, -1.25), (3.5, -0.5)]
+    assert mean_curve([[(1.0, -3.0)], [(2.0, -1.0)]]) == [(1.5, -2.0)]
 
 
 def test_the_page_reaches_nothing_outside_and_runs_no_foreign_code(tmp_path: Path) -> None:
