@@ -129,14 +129,15 @@ def settings_of(simulation: Simulation, target: TargetAmount) -> list[tuple[str,
 
 
 def _link(link: LinkSpeed) -> str:
-    return f"{8e-9 * link.bytes_per_s:.3g} Gbit/s, {1e6 * float(link.latency_s.mean()):.3g} µs"
+    latency = formatting.count(1e6 * float(link.latency_s.mean()))
+    return f"{formatting.gigabits(link.bytes_per_s)} Gbit/s, {latency} µs"
 
 
 def _link_words(simulation: Simulation) -> str:
     cluster = simulation.scenario.cluster
     if max(simulation.request.ranks) <= cluster.ranks_per_node:
         return " of one node"
-    return f" over {8e-9 * cluster.between.bytes_per_s:.3g} Gbit/s"
+    return f" over {formatting.gigabits(cluster.between.bytes_per_s)} Gbit/s"
 
 
 def _name(one: Prediction) -> str:

@@ -209,7 +209,7 @@ def _bandwidth_text(one: BackendRecord) -> str:
     if one.link is None:
         return formatting.MISSING
     rates = one.link.bytes_per_s, one.link.bytes_per_s_low, one.link.bytes_per_s_high
-    mean, low, high = ("unlimited" if rate is None else f"{8e-9 * rate:.3g}" for rate in rates)
+    mean, low, high = ("unlimited" if rate is None else formatting.gigabits(rate) for rate in rates)
     return f"{mean} [{low}, {high}]"
 
 

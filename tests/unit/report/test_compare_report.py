@@ -692,3 +692,10 @@ def test_a_strategy_one_of_whose_seeds_failed_at_equal_time_is_not_preferred_the
     assert told.startswith("In equal time on 2 ranks b is the most accurate")
     assert re.search(r", where a has \S+ by 1 of 3 seeds\.$", told)
     assert any("is preferred to one of which some failed" in caution for caution in choice.cautions)
+
+
+def test_a_fast_link_and_old_updates_have_plain_figures(tmp_path: Path) -> None:
+    made_up = MadeUpStrategy("a", sent=2.5e9, ages=(*[0] * 255, 4))
+    out = write_comparison(tmp_path / "out", [made_up], (2,), (1,), ("frames",))
+    cells = on_terminal(write_report(out).table, 250).split()
+    assert "2,500" in cells and "255" in cells

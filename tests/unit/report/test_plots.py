@@ -14,8 +14,11 @@ from speechdp.report.compare.groups import make_groups, read_comparison
 from speechdp.report.compare.panels import draw_learning as draw_compared
 from speechdp.report.compare.panels import draw_speed
 from speechdp.report.compare.panels import make_canvas as compare_canvas
-from speechdp.report.kit.canvas import even_numbers
+from speechdp.report.kit.canvas import even_numbers, make_canvas
 from speechdp.report.kit.theme import PRINT
+from speechdp.report.runs.derived import run_figures
+from speechdp.report.runs.results import RankTiming, RunResult, RunTiming
+from speechdp.report.sweep.bars import draw_shares
 from tests.helpers.comparisons import MadeUpStrategy, write_comparison
 from tests.helpers.races import made_up_race, write_made_up_race
 
@@ -121,3 +124,11 @@ def test_ticks_of_an_axis_are_written_alike_and_differ() -> None:
         ax.set_yticks(ticks)
         even_numbers(ax.yaxis)
         assert ax.yaxis.get_major_formatter().format_ticks(ticks) == texts
+
+
+def test_a_tip_has_the_milliseconds_of_a_long_step() -> None:
+    timing = RunTiming(0, (RankTiming(0, "", 2, 100, 5.0, {"forward": 3.0, "backward": 2.0}),))
+    rows = [run_figures(RunResult("a", Path(), {}, (), timing, None, True, True, ()), None, None)]
+    canvas = make_canvas(rows, PRINT)
+    assert draw_shares(Figure().add_subplot(), rows, canvas)
+    assert "one rank, rank 0: forward 60.0 %, 1,500 ms per step" in canvas.tips.values()
