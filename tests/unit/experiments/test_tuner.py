@@ -355,7 +355,7 @@ def test_a_setting_that_is_about_to_lead_is_chosen(tmp_path: Path) -> None:
     assert min(time for time in record.of(LONG).times_s if time is not None) > last.seconds
     assert "expected to stay behind 2 others" in record.of(GRADIENTS).why
     answer = find_answer(Search(record, {}))
-    assert any("later figures are extrapolated" in line for line in answer.details)
+    assert any("later times are extrapolated" in line for line in answer.details)
     assert read_tune(tmp_path / "late") == record
     # One that leads only when it has trained on for more than as long again is not expected to.
     later = search(tmp_path / "later", Crossing(tmp_path / "later", cross_s=6.0 * seen))
@@ -1330,12 +1330,6 @@ def test_gradient_averaging_is_not_compared_with_itself(tmp_path: Path) -> None:
     assert ratio_text(chosen.of(GRADIENTS)) == "1.00" and "[" in ratio_text(chosen.of(SHORT))
 
 
-def test_the_range_of_seeds_is_written_like_their_mean(tmp_path: Path) -> None:
-    record = search(tmp_path, Jobs(tmp_path)).with_setting(SHORT, times_s=(110.0, 140.0))
-    headline = find_answer(Search(replace(record, chosen=SHORT), {})).headline
-    assert headline.endswith(": 2 min 05 s of training [1 min 50 s to 2 min 20 s].")
-
-
 def test_only_figures_that_are_shown_are_explained(tmp_path: Path) -> None:
     """A search whose settings have not raced yet shows neither speeds of a race nor times."""
     record = search(tmp_path, Jobs(tmp_path))
@@ -1378,10 +1372,10 @@ def test_one_seed_has_no_range(tmp_path: Path) -> None:
 
 
 def test_long_times_are_written_out(tmp_path: Path) -> None:
-    """Not as 1.23e+03."""
+    """Not as 1.23e+03, and the range in the units of the mean."""
     record = search(tmp_path, Jobs(tmp_path)).with_setting(SHORT, times_s=(1234.0, 12345.0))
     found = Search(record, {})
-    assert find_answer(found).headline.endswith(": 1 h 53 min of training [1,234 to 12,345 s].")
+    assert find_answer(found).headline.endswith(": 1 h 53 min of training [20 min 34 s to 3 h 25 min].")
     cells = {head.name: [cell.text for cell in of] for head, of in make_table(found, {}).cells()}
     assert "6,790 [1,234, 12,345]" in cells[SHORT]
 
