@@ -289,8 +289,9 @@ def _limit_inside(within: LinkSpeed, between: LinkSpeed, request: Request) -> li
     if within.bytes_per_s >= between.bytes_per_s:
         return []
     return [
-        f"No message between nodes is faster than one inside a node, {8e-9 * within.bytes_per_s:.3g} Gbit/s: "
-        "if the cluster's nodes are faster than that, give --intra-bandwidth."
+        "No message between nodes is faster than one inside a node, "
+        f"{formatting.gigabits(within.bytes_per_s)} Gbit/s: if the cluster's nodes are faster than that, "
+        "give --intra-bandwidth."
     ]
 
 

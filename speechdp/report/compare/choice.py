@@ -261,7 +261,7 @@ def _at_equal_time(ranks: int, chosen: Group, groups: Sequence[Group]) -> list[s
         return [f"{where} {best.label} {terms.is_best}: {_accuracy(best)}."]
     near = [group for group in rows if group.score is not None and group.score >= enough]
     if len(near) > 1 and any(group is own for group in near):
-        good = f"as small a {terms.short_name} as" if terms.falls else "as accurate as"
+        good = f"about as small a {terms.short_name} as" if terms.falls else "about as accurate as"
         others = listed(
             [f"{group.label} ({terms.number(group.score)})" for group in near if group is not own]
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
@@ -128,17 +129,12 @@ def draw_speed(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas) ->
     for group in shown:
         assert group.frames_per_s is not None and group.scores is not None
         colour = canvas.colours[group.label]
+        known = [(row.frames_per_s, row.score) for row in group.figures]
+        seeds = [(speed, score) for speed, score in known if speed is not None and score is not None]
         if raced:
             _draw_interval(ax, group, colour)
-        elif len(group.scores.values) == len(group.frames_per_s.values) > 1:
-            ax.plot(
-                group.frames_per_s.values,
-                group.scores.values,
-                "o",
-                color=colour,
-                markersize=3.2,
-                alpha=0.6,
-            )
+        elif len(seeds) > 1:
+            ax.plot(*zip(*seeds, strict=True), "o", color=colour, markersize=3.2, alpha=0.6)
         filled = not dashes(group.label, canvas)
         (dot,) = ax.plot(
             [_speed(group, raced=raced)], [group.scores.mean], "o", color=colour, markersize=8, zorder=4,
@@ -219,11 +215,18 @@ def draw_period(unit: PeriodUnit, ax: Axes, groups: Sequence[Group], ranks: int,
 
 
 def mean_curve(curves: Sequence[Points]) -> Points:
-    """Return the mean of several seeds' curves at each evaluation that all of them have."""
-    return [
-        (sum(x for x, _ in points) / len(points), sum(y for _, y in points) / len(points))
-        for points in zip(*curves, strict=False)
+    """Return the mean of several seeds' curves at equal shares of each one's evaluations.
+
+    At equal time, runs of one strategy may differ in their numbers of epochs: their mean, too, ends at the
+    mean of their ends, as in the table.
+    """
+    shares = np.linspace(0, 1, max(map(len, curves)))
+    resampled = [
+        [np.interp(shares, np.linspace(0, 1, len(curve)), column) for column in zip(*curve, strict=True)]
+        for curve in curves
     ]
+    xs, ys = np.mean(resampled, axis=0)
+    return [(float(x), float(y)) for x, y in zip(xs, ys, strict=True)]
 
 
 def draw_learning(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas, *, over_time: bool) -> bool:

@@ -40,7 +40,7 @@ _LOWEST_NOTE = "WER over lowest: above the lowest on as many ranks [95 % interva
 
 _TRAFFIC = FigureColumn(
     "sent_bytes_per_s", "sent per rank", "MB/s", "Data that a rank sends per second of training (mean).",
-    lambda row: row.sent_per_s, lambda value: f"{value / 1e6:.3g}", is_detail=True,
+    lambda row: row.sent_per_s, formatting.megabytes, is_detail=True,
 )  # fmt: skip
 _TO_TARGET = FigureColumn(
     "time_to_target_s", "to target", "s", "Training time to the first evaluation at the target.",
@@ -53,12 +53,12 @@ _WER = FigureColumn(
 _DISTANCE = FigureColumn(
     "replica_distance", "replicas apart", "%",
     "Largest distance of a replica from the evaluated model, divided by that model's norm.",
-    lambda row: row.replica_distance, lambda value: "0" if value == 0 else f"{100 * value:.2g}",
+    lambda row: row.replica_distance, lambda value: formatting.rough(100 * value),
     is_detail=True,
 )  # fmt: skip
 _STALENESS = FigureColumn(
     "staleness", "staleness", "updates", "Mean age of what was exchanged; asynchronous strategies only.",
-    lambda row: row.staleness, lambda value: f"{value:.2g}",
+    lambda row: row.staleness, formatting.rough,
     is_detail=True,
 )  # fmt: skip
 

@@ -86,10 +86,12 @@ def _aligned(result: DecodingResult) -> list[AlignedUtterance]:
 def _answer(result: DecodingResult) -> Answer:
     wer = result.wer
     headline = (
-        f"WER {_rate(wer.wer, wer.wer_low, wer.wer_high)}: {wer.errors:,} errors in {wer.words:,} words."
+        f"WER {_rate(wer.wer, wer.wer_low, wer.wer_high)}: {counted(wer.errors, 'error')} in "
+        f"{counted(wer.words, 'word')}."
     )
     details = [
-        f"{wer.substitutions:,} substitutions, {wer.deletions:,} deletions, {wer.insertions:,} insertions.",
+        f"{counted(wer.substitutions, 'substitution')}, {counted(wer.deletions, 'deletion')}, "
+        f"{counted(wer.insertions, 'insertion')}.",
         f"SER {_rate(wer.ser, wer.ser_low, wer.ser_high)}: {wer.sentence_errors:,} of {wer.utterances:,} "
         "utterances have at least one error.",
         *_on_speakers(result.speakers),
@@ -152,7 +154,8 @@ def speaker_table(speakers: Mapping[str, WerResult]) -> ShownTable[WerResult]:
 def _shortened(table: ShownTable[WerResult]) -> ShownTable[WerResult]:
     """Return the table for a terminal, with only the first, i.e. worst, speakers."""
     left_out = len(table.rows) - _MOST_SPEAKERS
-    note = f"{left_out} more speakers, with fewer errors, are on the page." if left_out > 0 else ""
+    are = "is" if left_out == 1 else "are"
+    note = f"{counted(left_out, 'more speaker')} with a lower rate {are} on the page." if left_out > 0 else ""
     return ShownTable(table.id, table.title, table.columns, table.rows[:_MOST_SPEAKERS], table.first, note)
 
 

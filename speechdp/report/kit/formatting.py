@@ -40,6 +40,11 @@ def number(value: float) -> str:
     return f"{value:.{digits}f}"
 
 
+def rough(value: float) -> str:
+    """Write a number with two digits, or with all those before the decimal point: `0.042`, `3.1`, `255`."""
+    return f"{value:.2g}" if value < 99.5 else f"{value:,.0f}"
+
+
 def milliseconds(seconds: float) -> str:
     """Write seconds in ms without the unit: `12.3`, `1,240`."""
     return number(1e3 * seconds)
@@ -81,6 +86,11 @@ def seconds(value: float | None) -> str:
 def megabytes(value: float | None) -> str:
     """Write bytes, or bytes/s, in units of 10^6: `1,240`, `3.4`."""
     return MISSING if value is None else count(value / 1e6)
+
+
+def gigabits(bytes_per_s: float) -> str:
+    """Write a bandwidth in Gbit/s without the unit: `0.0878`, `25`, `3,600`."""
+    return count(8e-9 * bytes_per_s)
 
 
 def capital(text: str) -> str:

@@ -56,13 +56,9 @@ def load_text(load: OutsideLoad) -> str:
         or [part for part in parts if part[0] >= _SMALL_CORES]
         or [(0.0, parts[0][1])]
     )
-    noun = "core" if _cores(named[0][0]) == "1" else "cores"
-    (first, what), *more = [(_cores(amount), what) for amount, what in named]
+    noun = "core" if formatting.rough(named[0][0]) == "1" else "cores"
+    (first, what), *more = [(formatting.rough(amount), what) for amount, what in named]
     return " and ".join([f"{first} {noun} {what}", *(f"{amount} {what}" for amount, what in more)])
-
-
-def _cores(amount: float) -> str:
-    return f"{amount:.2g}" if amount < 99.5 else f"{amount:,.0f}"
 
 
 def conditions_text(gpu: GpuConditions) -> str:

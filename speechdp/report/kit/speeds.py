@@ -105,8 +105,11 @@ def ratio_text(speed: RacedSpeed | None) -> str:
 
 
 def times_text(ratio: float | None, interval: tuple[float, float] | None) -> str:
-    """Write a ratio, with its interval if known: `1.41 [1.38, 1.44]`."""
-    if ratio is None or interval is None:
+    """Write a ratio, with its interval if known: `1.41 [1.38, 1.44]`.
+
+    A ratio without uncertainty has no interval: `1.00` for a setting divided by itself.
+    """
+    if ratio is None or interval is None or interval[0] == interval[1]:
         return formatting.times(ratio)
     low, high = map(formatting.times, interval)
     return f"{formatting.times(ratio)} [{low}, {high}]"

@@ -18,7 +18,7 @@ from speechdp.experiments.profile.record import STRONG, WEAK, Profile, ProfileJo
 from speechdp.report.kit import formatting
 from speechdp.report.kit.answer import Answer
 from speechdp.report.kit.formatting import milliseconds, rank_count
-from speechdp.report.profile.cautions import about_few_steps, find_cautions
+from speechdp.report.profile.cautions import IMPOSSIBLE, about_few_steps, find_cautions
 from speechdp.report.profile.loading_answer import loading_sentences
 
 #: Functions with a smaller share of the step on the most ranks are not judged.
@@ -108,6 +108,12 @@ def _unscaled(only: Scaling) -> str:
 def _loses_most(weak: Scaling, judged: list[tuple[float, str]]) -> str:
     few, most = weak.ranks[0], weak.ranks[-1]
     worst, of_worst = min(judged)
+    if worst > IMPOSSIBLE:
+        return (
+            f"Nothing can be said about scaling: even {of_worst}, the function that scales worst, seems to "
+            f"have an efficiency of {formatting.percent(worst)} % on {rank_count(most)}. Profile again, in "
+            "another folder, while nothing else runs there."
+        )
     if worst >= SCALES and (text := _lost_by_waiting(weak)):
         return text
     if worst >= SCALES:

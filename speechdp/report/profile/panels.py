@@ -76,7 +76,11 @@ def _draw_cost(ax: Axes, y: float, scaling: Scaling, name: str, ranks: int, canv
             continue
         fill, _ = fill_of(name, phase)
         (bar,) = ax.barh(y, 1e3 * seconds, left=left, height=0.84, color=fill, linewidth=0)
-        canvas.tip(bar, f"{rank_count(ranks)}, {name} {phase}".strip() + f": {1e3 * seconds:.3g} ms per step")
+        canvas.tip(
+            bar,
+            f"{rank_count(ranks)}, {name} {phase}".strip()
+            + f": {formatting.milliseconds(seconds)} ms per step",
+        )
         left += 1e3 * seconds
     efficiency = scaling.efficiency(name, ranks) if ranks != scaling.ranks[0] else None
     text, end = number(left), left
@@ -85,7 +89,7 @@ def _draw_cost(ax: Axes, y: float, scaling: Scaling, name: str, ranks: int, canv
     if scaling.kind == STRONG and efficiency is not None:
         ideal = 1e3 * scaling.costs[name][scaling.ranks[0]].total_s * scaling.ranks[0] / ranks
         (mark,) = ax.plot([ideal, ideal], [y - 0.42, y + 0.42], color=canvas.theme.ink, linewidth=1.4)
-        canvas.tip(mark, f"{rank_count(ranks)}, {name}: {ideal:.3g} ms if it scaled perfectly")
+        canvas.tip(mark, f"{rank_count(ranks)}, {name}: {number(ideal)} ms if it scaled perfectly")
         end = max(left, ideal)  # clear of the mark
     ax.annotate(
         text, (end, y), xytext=(4, 0), textcoords="offset points", va="center", color=canvas.theme.muted,
@@ -135,7 +139,7 @@ def _draw_function(ax: Axes, name: str, points: Sequence[tuple[float, float]], c
     canvas.tip(line, name)
     for x, y in points:
         (dot,) = ax.plot([x], [y], "o", color=colour, markersize=3.8, zorder=4)
-        canvas.tip(dot, f"{name}, step {x}: {y:.3g} ms")
+        canvas.tip(dot, f"{name}, step {x}: {number(y)} ms")
 
 
 def _mark_warmup(ax: Axes, numbers: Sequence[int], warmup_steps: int, canvas: Canvas) -> None:

@@ -37,8 +37,8 @@ class LoggedMetric(Metric):
         return self.key
 
     def number(self, value: float) -> str:
-        """Write a value with four significant digits, because its magnitude is unknown."""
-        return f"{value:.4g}"
+        """Write a value with four significant digits, or more before the decimal point: any magnitude."""
+        return f"{value:.4g}" if abs(value) < 9999.5 else f"{value:,.0f}"
 
 
 def parse_metric(text: str) -> LoggedMetric:

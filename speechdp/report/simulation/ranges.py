@@ -11,6 +11,7 @@ from speechdp.simulation.predict import Prediction
 
 #: A period is among the best if it has this share of the fastest one's frames/s.
 NEAR_BEST = 0.95
+NEAR_BEST_TEXT = f"{formatting.percent(NEAR_BEST)} %"
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from speechdp.report.kit.answer import Answer
 from speechdp.report.kit.pages import WrittenReport, legend_marks, render_page, write_files
 from speechdp.report.kit.svg import panel_svgs, write_png
 from speechdp.report.simulation.panels import make_canvas, make_panels
-from speechdp.report.simulation.ranges import Family, families_of, has_periods
+from speechdp.report.simulation.ranges import NEAR_BEST_TEXT, Family, families_of, has_periods
 from speechdp.report.simulation.table import TargetAmount, csv_of, full_table, overview
 from speechdp.simulation.exchanges import has_period
 from speechdp.simulation.links import LinkSpeed
@@ -59,6 +59,7 @@ def write_simulation(out: Path, simulation: Simulation, frames: float | None = N
         legend=list(marks.items()),
         over_ranks=len({one.ranks for one in predictions}) > 1,
         with_ranges=any(map(has_periods, families)),
+        near_best=NEAR_BEST_TEXT,
         overview=summary,
         table=table,
         settings=settings_of(simulation, target),
@@ -93,8 +94,8 @@ def find_answer(simulation: Simulation, families: Sequence[Family]) -> Answer:
         f"{_speed(gradients, amount)}."
     )
     others = tuple(
-        f"{formatting.capital(family.label)} would reach {_speed(near[0], amount)} from period "
-        f"{near[0].period} on."
+        f"{formatting.capital(family.label)} with period {near[0].period}, the shortest that has "
+        f"{NEAR_BEST_TEXT} of the fastest period's speed, would train at {_speed(near[0], amount)}."
         for family in families
         if has_periods(family) and family.label in ("model averaging", families[0].label)
         if (near := family.near_best(ranks))
@@ -128,14 +129,15 @@ def settings_of(simulation: Simulation, target: TargetAmount) -> list[tuple[str,
 
 
 def _link(link: LinkSpeed) -> str:
-    return f"{8e-9 * link.bytes_per_s:.3g} Gbit/s, {1e6 * float(link.latency_s.mean()):.3g} µs"
+    latency = formatting.count(1e6 * float(link.latency_s.mean()))
+    return f"{formatting.gigabits(link.bytes_per_s)} Gbit/s, {latency} µs"
 
 
 def _link_words(simulation: Simulation) -> str:
     cluster = simulation.scenario.cluster
     if max(simulation.request.ranks) <= cluster.ranks_per_node:
         return " of one node"
-    return f" over {8e-9 * cluster.between.bytes_per_s:.3g} Gbit/s"
+    return f" over {formatting.gigabits(cluster.between.bytes_per_s)} Gbit/s"
 
 
 def _name(one: Prediction) -> str:
@@ -149,5 +151,5 @@ def _speed(one: Prediction, amount: str) -> str:
     mean, low, high = (formatting.estimate(value, 3) for value in (rate.mean, rate.low, rate.high))
     return (
         f"{mean} {amount}/s [{low}, {high}], {formatting.percent(efficiency.mean)} % of what so many ranks "
-        "could do without exchanges"
+        "could do without exchanging or waiting"
     )

@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from speechdp.report.kit import formatting
 from speechdp.report.kit.tables import Column, RowHead, ShownTable, csv_text, with_figures
-from speechdp.report.simulation.ranges import Family, label_of
+from speechdp.report.simulation.ranges import NEAR_BEST_TEXT, Family, label_of
 from speechdp.simulation.predict import Interval, Prediction
 
 #: Terminal width for a prediction on one line, characters.
@@ -128,8 +128,8 @@ def overview(families: Sequence[Family], marks: Mapping[str, Markup], amount: st
     columns = [_efficiency_at(n) for n in ranks]
     rows = [(RowHead(family.label, mark=marks.get(family.label)), family) for family in families]
     note = (
-        f"Efficiency at the shortest period that has 95 % of the fastest one's {amount}/s; in brackets the "
-        "period, in steps."
+        f"Efficiency at the shortest period that has {NEAR_BEST_TEXT} of the fastest one's {amount}/s; in "
+        "brackets the period, in steps."
     )
     return ShownTable("overview", "Efficiency over ranks", columns, rows, first="strategy", note=note)
 

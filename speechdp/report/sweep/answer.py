@@ -137,21 +137,20 @@ def _without_comparison(
     if len(rows) > 1 and not finished:
         timed = []
     labels = formatting.run_labels([row.run for row in rows])
+    fastest = max(timed, key=_rate, default=None)
     if len(rows) == 1 and (not rows[0].run.completed or timed):
         headline = _of_single_run(rows[0], formatting.capital(labels[rows[0].run.name]))
-    elif not timed:
+    elif fastest is None:
         done = "was timed" if finished or len(rows) == 1 else "that could be chosen has finished"
         headline = f"No run {done}, so there is nothing to choose from yet."
     else:
-        fastest = max(timed, key=_rate)
         headline = (
             f"{formatting.capital(labels[fastest.run.name])} is the fastest with {_speed(fastest)}; how "
             f"accurate the runs are is not known, because "
             f"{lacks_scores([row.run for row in finished], terms_of(row.run for row in rows))}."
         )
-    if not timed:
+    if fastest is None:
         return SweepAnswer(headline, cautions=cautions)
-    fastest = max(timed, key=_rate)
     limit, data = _limit(fastest, labels), _data(rows, fastest, labels)
     gain = gain_sentence(fastest.run, labels[fastest.run.name], [row.run for row in rows])
     return SweepAnswer(headline, cautions=cautions, limit=limit, data=data, gain=gain)
@@ -402,7 +401,7 @@ def _short_speed(row: RunFigures, labels: dict[str, str]) -> str:
 
 def _speed(row: RunFigures, labels: dict[str, str] | None = None) -> str:
     """State a run's speed: relative to the others by the race, if labels are given, and by itself."""
-    ranks = "" if row.run.size is None else f" on {row.run.size} rank{'s' if row.run.size != 1 else ''}"
+    ranks = "" if row.run.size is None else f" on {formatting.rank_count(row.run.size)}"
     text = f"{formatting.count(row.frames_per_s)} {row.run.kind.amount}/s{ranks}"
     if row.raced is not None:
         text += " in its run"

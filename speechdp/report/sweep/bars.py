@@ -127,9 +127,9 @@ def _draw_bar(ax: Axes, y: float, rank: RankTiming, label: str, canvas: Canvas) 
             continue
         fill, ink = SPAN_COLOURS[name]
         (bar,) = ax.barh(y, share, left=left, height=0.78, color=fill, linewidth=0)
-        per_step_ms = 1e3 * seconds_of[name] / max(rank.steps, 1)
+        per_step = formatting.milliseconds(seconds_of[name] / max(rank.steps, 1))
         where = f"{label}, rank {rank.rank}" + (f" on {rank.host}" if rank.host else "")
-        canvas.tip(bar, f"{where}: {SPAN_TITLES[name]} {share:.1f} %, {per_step_ms:.3g} ms per step")
+        canvas.tip(bar, f"{where}: {SPAN_TITLES[name]} {share:.1f} %, {per_step} ms per step")
         if share >= 5:
             ax.text(
                 left + share / 2, y, f"{share:.0f}", color=ink, ha="center", va="center", fontsize="small"

@@ -37,11 +37,13 @@ def find_answer(search: Search) -> Answer:
         compared = any(one.times_s for one in record.tried if one is not best)
         how = "soonest" if compared else "and is the only one left to do so"
         headline = f"{best.name} {_reaches(best, record)} {target} {how}: {_range_text(end)}."
+    # The first is gradient averaging itself; with another learning rate it is as fast.
+    is_compared = best.ratio is not None and best.setting.raced != record.tried[0].setting.raced
     details = [
         *_expected_text(record),
         f"It {'is predicted to train' if search.speed == PREDICTED else 'trains'} at "
         f"{formatting.count(best.frames_per_s)} {terms.amount}/s with back-end {record.backend}"
-        + ("." if best.ratio is None else f", {ratio_text(best)} times the speed of gradient averaging."),
+        + (f", {ratio_text(best)} times the speed of gradient averaging." if is_compared else "."),
     ]
     others = [one for one in record.tried if one is not best]
     details += [_other(one, other, record) for one in others if (other := one.finish) is not None]
@@ -215,7 +217,7 @@ def _range_text(end: Finish) -> str:
     if len(end.times_s) < 2:
         return text  # one seed has no range
     low, high = end.range_s
-    return f"{text} [{formatting.number(low)} to {formatting.number(high)} s]"
+    return f"{text} [{formatting.seconds(low)} to {formatting.seconds(high)}]"
 
 
 def _reaches(one: SettingRecord, record: TuneRecord) -> str:
@@ -234,6 +236,6 @@ def _expected_text(record: TuneRecord) -> tuple[str, ...]:
     if record.seen_s is None or not any(_is_ahead(one, record) for one in record.tried):
         return ()
     return (
-        f"They were trained for {formatting.seconds(record.seen_s)}; later figures are extrapolated from "
-        "how much less each doubling of the time brought.",
+        f"The last settings were trained for {formatting.seconds(record.seen_s)}; later times are "
+        "extrapolated from how much less each doubling of the time brought.",
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from markupsafe import Markup
 
@@ -10,6 +10,7 @@ from speechdp.counting import counted
 from speechdp.experiments.tune.record import BackendRecord, SettingRecord, TuneRecord
 from speechdp.report.kit import formatting
 from speechdp.report.kit.metric_names import Terms
+from speechdp.report.kit.speeds import times_text
 from speechdp.report.kit.tables import Column, RowHead, ShownTable, csv_text, with_figures
 from speechdp.report.tune.search import Search
 
@@ -35,16 +36,24 @@ def make_table(search: Search, marks: Mapping[str, Markup]) -> ShownTable[Settin
         )
         for one in order
     ]
-    held = " ".join(
-        search.races.notes({ranks: list(race.speeds()) for ranks, race in search.races.races.items()})
-    )
-    note = (
-        "Predicted: 90 % interval; raced: ratio within rounds, 95 % interval. Times are at the "
-        f"{search.speed} speed; brackets hold the runs of the seeds. {held}"
-    ).rstrip()
+    note = " ".join(_notes(search, {column.key for column in columns}))
     return ShownTable(
         "settings", "What was tried", columns, rows, first="setting", note=note, wide_columns=_WIDE
     )
+
+
+def _notes(search: Search, shown: Collection[str]) -> list[str]:
+    """Return what the figures of the shown columns are, and how the race was held."""
+    intervals = {
+        "predicted": "predicted: 90 % interval",
+        "ratio": "raced: ratio within rounds, 95 % interval",
+    }
+    known = [text for key, text in intervals.items() if key in shown]
+    notes = [f"{formatting.capital('; '.join(known))}."] if known else []
+    if "time" in shown:
+        notes.append(f"Times are at the {search.speed} speed; brackets hold the runs of the seeds.")
+    held = search.races.notes({ranks: list(race.speeds()) for ranks, race in search.races.races.items()})
+    return [*notes, *held]
 
 
 def _columns(record: TuneRecord, terms: Terms) -> tuple[Column[SettingRecord], ...]:
@@ -120,11 +129,8 @@ def predicted_text(one: SettingRecord) -> str:
 
 def ratio_text(one: SettingRecord) -> str:
     """Write a setting's raced speed relative to gradient averaging, with interval: `1.28 [1.21, 1.35]`."""
-    if one.ratio is None:
-        return formatting.MISSING
-    if one.ratio_low is None or one.ratio_high is None:
-        return formatting.times(one.ratio)
-    return f"{one.ratio:.2f} [{one.ratio_low:.2f}, {one.ratio_high:.2f}]"
+    low, high = one.ratio_low, one.ratio_high
+    return times_text(one.ratio, None if low is None or high is None else (low, high))
 
 
 def backends_table(search: Search) -> ShownTable[BackendRecord]:
@@ -203,7 +209,7 @@ def _bandwidth_text(one: BackendRecord) -> str:
     if one.link is None:
         return formatting.MISSING
     rates = one.link.bytes_per_s, one.link.bytes_per_s_low, one.link.bytes_per_s_high
-    mean, low, high = ("unlimited" if rate is None else f"{8e-9 * rate:.3g}" for rate in rates)
+    mean, low, high = ("unlimited" if rate is None else formatting.gigabits(rate) for rate in rates)
     return f"{mean} [{low}, {high}]"
 
 

@@ -42,7 +42,7 @@ from speechdp.report.runs.script_metric import script_task
 from speechdp.report.tune.answer import find_answer
 from speechdp.report.tune.report import shown_settings
 from speechdp.report.tune.search import Search
-from speechdp.report.tune.tables import backends_table, make_table
+from speechdp.report.tune.tables import backends_table, make_table, ratio_text
 from speechdp.simulation.predict import Interval
 from speechdp.tasks.metrics import LOG_PROB, TaskRecord
 from speechdp.timing.load import OutsideLoad
@@ -355,7 +355,7 @@ def test_a_setting_that_is_about_to_lead_is_chosen(tmp_path: Path) -> None:
     assert min(time for time in record.of(LONG).times_s if time is not None) > last.seconds
     assert "expected to stay behind 2 others" in record.of(GRADIENTS).why
     answer = find_answer(Search(record, {}))
-    assert any("later figures are extrapolated" in line for line in answer.details)
+    assert any("later times are extrapolated" in line for line in answer.details)
     assert read_tune(tmp_path / "late") == record
     # One that leads only when it has trained on for more than as long again is not expected to.
     later = search(tmp_path / "later", Crossing(tmp_path / "later", cross_s=6.0 * seen))
@@ -1321,6 +1321,24 @@ def test_what_is_compared_with_what_is_said(tmp_path: Path) -> None:
     )
 
 
+def test_gradient_averaging_is_not_compared_with_itself(tmp_path: Path) -> None:
+    record = search(tmp_path, Jobs(tmp_path))
+    chosen = record.with_setting(GRADIENTS, times_s=record.of(SHORT).times_s, ratio_low=1.0, ratio_high=1.0)
+    answer = find_answer(Search(replace(chosen, chosen=GRADIENTS), {}))
+    (pace,) = [text for text in answer.details if text.startswith("It trains at ")]
+    assert pace.endswith(f" frames/s with back-end {record.backend}.")
+    assert ratio_text(chosen.of(GRADIENTS)) == "1.00" and "[" in ratio_text(chosen.of(SHORT))
+
+
+def test_only_figures_that_are_shown_are_explained(tmp_path: Path) -> None:
+    """A search whose settings have not raced yet shows neither speeds of a race nor times."""
+    record = search(tmp_path, Jobs(tmp_path))
+    whole = make_table(Search(record, {}), {}).note
+    assert "Predicted: 90 % interval; raced: ratio within rounds" in whole and "brackets hold" in whole
+    early = tuple(replace(one, ratio=None, times_s=()) for one in record.tried)
+    assert make_table(Search(replace(record, tried=early), {}), {}).note == "Predicted: 90 % interval."
+
+
 def test_the_only_one_left_is_not_said_to_be_the_soonest(tmp_path: Path) -> None:
     """One that nothing was compared with reached the target soonest."""
     record = search(tmp_path / "both", Jobs(tmp_path / "both"))
@@ -1354,10 +1372,10 @@ def test_one_seed_has_no_range(tmp_path: Path) -> None:
 
 
 def test_long_times_are_written_out(tmp_path: Path) -> None:
-    """Not as 1.23e+03."""
+    """Not as 1.23e+03, and the range in the units of the mean."""
     record = search(tmp_path, Jobs(tmp_path)).with_setting(SHORT, times_s=(1234.0, 12345.0))
     found = Search(record, {})
-    assert find_answer(found).headline.endswith(": 1 h 53 min of training [1,234 to 12,345 s].")
+    assert find_answer(found).headline.endswith(": 1 h 53 min of training [20 min 34 s to 3 h 25 min].")
     cells = {head.name: [cell.text for cell in of] for head, of in make_table(found, {}).cells()}
     assert "6,790 [1,234, 12,345]" in cells[SHORT]
 
@@ -1371,7 +1389,9 @@ def test_a_target_that_was_seen_to_be_reached_is_not_called_expected(tmp_path: P
     assert f"{SHORT} reaches " in answer.headline and not any("expected" in line for line in answer.details)
     one_later = find_answer(Search(record.with_setting(LONG, times_s=(0.9, 6.0)), {}))
     assert f"{SHORT} reaches " in one_later.headline
-    assert any("They were trained for 5.6 s; later figures are" in line for line in one_later.details)
+    assert any(
+        "The last settings were trained for 5.6 s; later times are" in line for line in one_later.details
+    )
     later = find_answer(Search(record.with_setting(SHORT, times_s=(0.3, 6.0)), {}))
     assert f"{SHORT} is expected to reach " in later.headline
 

@@ -88,6 +88,25 @@ def test_page_csv_and_table(tmp_path: Path) -> None:
     assert not any("other speakers" in line for line in report.answer)
 
 
+def test_one_of_a_kind_is_written_in_the_singular(tmp_path: Path) -> None:
+    answer = written(tmp_path, (Heard("a-1", "ann", "go", "stop"),)).answer
+    assert (
+        answer[0].endswith(": 1 error in 1 word.") and "1 substitution, 0 deletions, 0 insertions." in answer
+    )
+
+
+def test_speakers_that_a_terminal_leaves_out_are_counted(tmp_path: Path) -> None:
+    def below(speakers: int) -> str:
+        heard = [Heard(f"{n:02}-1", f"s{n:02}", "go left", "go left") for n in range(speakers)]
+        (folder := tmp_path / str(speakers)).mkdir()
+        output = io.StringIO()
+        Console(file=output, width=200).print(written(folder, heard).table)
+        return output.getvalue()
+
+    assert "1 more speaker with a lower rate is on the page." in below(11)
+    assert "2 more speakers with a lower rate are on the page." in below(12) and "more" not in below(10)
+
+
 def test_page_and_terminal_say_what_other_speakers_may_expect(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

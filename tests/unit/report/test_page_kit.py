@@ -15,6 +15,7 @@ import pytest
 from matplotlib.axes import Axes
 
 from speechdp.errors import RunError
+from speechdp.report.kit import formatting
 from speechdp.report.kit.answer import Answer
 from speechdp.report.kit.canvas import Canvas, dashes, named_canvas, style_axes
 from speechdp.report.kit.pages import render_page, write_files
@@ -171,3 +172,8 @@ def test_lines_of_a_family_have_one_colour_and_strokes_of_their_own() -> None:
     assert canvas.colours["a 0"] != canvas.colours["b 0"]
     assert len({(canvas.colours[name], dashes(name, canvas)) for name in names}) == len(names)
     assert dashes("b 0", canvas) == ()
+
+
+def test_large_figures_are_not_written_as_powers_of_ten() -> None:
+    assert [formatting.rough(value) for value in (0, 0.0421, 3.14, 255.3)] == ["0", "0.042", "3.1", "255"]
+    assert [formatting.gigabits(value / 8e-9) for value in (0.0878, 25, 3600)] == ["0.0878", "25", "3,600"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -13,8 +14,11 @@ from speechdp.report.compare.groups import make_groups, read_comparison
 from speechdp.report.compare.panels import draw_learning as draw_compared
 from speechdp.report.compare.panels import draw_speed
 from speechdp.report.compare.panels import make_canvas as compare_canvas
-from speechdp.report.kit.canvas import even_numbers
+from speechdp.report.kit.canvas import even_numbers, make_canvas
 from speechdp.report.kit.theme import PRINT
+from speechdp.report.runs.derived import run_figures
+from speechdp.report.runs.results import RankTiming, RunResult, RunTiming
+from speechdp.report.sweep.bars import draw_shares
 from tests.helpers.comparisons import MadeUpStrategy, write_comparison
 from tests.helpers.races import made_up_race, write_made_up_race
 
@@ -70,6 +74,19 @@ def test_dots_are_whole_where_one_rank_is_far_away(tmp_path: Path) -> None:
     assert all(min(score - low, high - score) > 0.04 * (high - low) for score in (*scores, one_rank))
 
 
+def test_the_dot_of_a_seed_has_that_seeds_speed_and_score(tmp_path: Path) -> None:
+    out = write_comparison(tmp_path / "out", [MadeUpStrategy("a")], (2,), (1, 2, 3, 4), ("frames",))
+    (group,) = make_groups(read_comparison(out), None)
+    without_score, without_speed, *whole = group.figures
+    figures = (replace(without_score, score=None), replace(without_speed, frames_per_s=None), *whole)
+    groups = [replace(group, figures=figures)]
+    ax = Figure().add_subplot()
+    assert draw_speed(ax, groups, 2, compare_canvas(groups, PRINT))
+    seeds, _ = ax.lines
+    assert list(seeds.get_xdata()) == [row.frames_per_s for row in whole]
+    assert list(seeds.get_ydata()) == [row.score for row in whole]
+
+
 def test_settings_as_fast_as_each_other_are_not_drawn_apart(tmp_path: Path) -> None:
     names = ("a", "b")
     out = write_comparison(
@@ -107,3 +124,11 @@ def test_ticks_of_an_axis_are_written_alike_and_differ() -> None:
         ax.set_yticks(ticks)
         even_numbers(ax.yaxis)
         assert ax.yaxis.get_major_formatter().format_ticks(ticks) == texts
+
+
+def test_a_tip_has_the_milliseconds_of_a_long_step() -> None:
+    timing = RunTiming(0, (RankTiming(0, "", 2, 100, 5.0, {"forward": 3.0, "backward": 2.0}),))
+    rows = [run_figures(RunResult("a", Path(), {}, (), timing, None, True, True, ()), None, None)]
+    canvas = make_canvas(rows, PRINT)
+    assert draw_shares(Figure().add_subplot(), rows, canvas)
+    assert "one rank, rank 0: forward 60.0 %, 1,500 ms per step" in canvas.tips.values()

@@ -72,6 +72,15 @@ def test_waiting_ends_when_the_last_rank_comes() -> None:
     assert waiting_s(job_of_one_step([(1.0, 4.0)], [(3.0, 2.0)], name="decoder")) == {}
 
 
+def test_no_function_is_said_to_scale_if_even_the_worst_was_impossibly_fast(tmp_path: Path) -> None:
+    """Other work on the machine slowed the job of one rank alone."""
+    functions = ("encoder", "decoder", "postproc", "loss", "update")
+    disturbed = MadeUpProfile(steps=14, growth=dict.fromkeys(functions, -0.2))
+    headline = answer_of(write_profile(tmp_path / "disturbed", disturbed)).headline
+    assert headline.startswith("Nothing can be said about scaling: even ")
+    assert headline.endswith(" Profile again, in another folder, while nothing else runs there.")
+
+
 def test_sentences_say_what_scales_and_what_does_not(realistic: Path) -> None:
     headline, *details = answer_of(realistic).sentences
     assert headline.startswith("Decoder loses most: on 4 ranks it takes 19")

@@ -19,7 +19,7 @@ import pytest
 
 from speechdp.report.compare.report import write_comparison as write_comparison_report
 from speechdp.report.kit.pages import WrittenReport
-from speechdp.report.kit.speeds import choose_fastest, faster_than
+from speechdp.report.kit.speeds import choose_fastest, faster_than, times_text
 from speechdp.report.runs import raced
 from speechdp.report.runs.raced import LEAST_ROUNDS, RacedSpeed
 from speechdp.report.sweep.report import write_report
@@ -538,3 +538,7 @@ def test_a_race_that_was_not_used_is_named(tmp_path: Path) -> None:
     (out / "model_averaging-16" / "run.json").write_text(json.dumps({**settings, "size": 4}))
     answer = " ".join(write_report(out).answer)
     assert "The race on 2 ranks was not used, because the runs trained on 2 and 4:" in answer
+
+
+def test_a_ratio_without_uncertainty_has_no_interval() -> None:
+    assert times_text(1.0, (1.0, 1.0)) == "1.00" and times_text(1.0, (0.97, 1.04)) == "1.00 [0.97, 1.04]"

@@ -364,3 +364,8 @@ def test_a_direction_that_was_guessed_and_not_gone_is_doubted(
     if is_told:
         assert "grew" not in " ".join(write_comparison(tmp_path, metric=f"{name}:max").answer)
         assert words in " ".join(write_report(tmp_path).answer)
+
+
+def test_large_values_are_not_written_as_powers_of_ten() -> None:
+    number = parse_metric("perplexity").number
+    assert [number(value) for value in (0.12345, 9999.4, 12345.6)] == ["0.1235", "9999", "12,346"]

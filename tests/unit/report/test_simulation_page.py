@@ -77,6 +77,14 @@ def test_table_page_and_csv_have_every_prediction(run: Path, capsys: pytest.Capt
     (row,) = (row for row in rows if (row["strategy"], row["ranks"]) == ("gradient_averaging", "8"))
     expected = [float(row[f"frames_per_s{end}"]) for end in ("", "_low", "_high")]
     assert numbers == pytest.approx(expected, rel=0.005)
+    # What is said of the shortest of the fast periods is of that period.
+    rates = {row["period"]: float(row["frames_per_s"]) for row in rows
+             if row["strategy"].startswith("model_averaging") and row["ranks"] == "8"}  # fmt: skip
+    shortest = min(int(period) for period in rates if rates[period] >= 0.95 * max(rates.values()))
+    said = re.search(r"Model averaging with period (\d+), the shortest that has 95 % of the fastest period's "
+                     r"speed, would train at ([\d,]+) frames/s", " ".join(printed.split()))  # fmt: skip
+    assert said is not None and int(said[1]) == shortest
+    assert float(said[2].replace(",", "")) == pytest.approx(rates[said[1]], rel=0.005)
     assert "rank 1: 2 times as long" in page
     assert str(folder / "simulation.html") in printed
 
