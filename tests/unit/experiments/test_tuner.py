@@ -672,7 +672,9 @@ def test_strategies_that_do_not_say_what_they_send_are_named(
     told: list[str] = []
     search(tmp_path, Jobs(tmp_path), (GRADIENTS, SHORT, "of_a_script:period=4"), print_line=told.append)
     (line,) = [line for line in told if "not predicted" in line]
-    assert line.startswith("predict: of_a_script:period=4: not predicted, only raced, because it is not known ")
+    assert line.startswith(
+        "predict: of_a_script:period=4: not predicted, only raced, because it is not known "
+    )
     told.clear()
     search(tmp_path / "ours", Jobs(tmp_path / "ours"), print_line=told.append)
     assert not any("not predicted" in line for line in told)
