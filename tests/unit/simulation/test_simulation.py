@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from speechdp.cli.main import parse
 from speechdp.errors import ConfigError
 from speechdp.experiments.compare.plan import RATES, PlannedRun
 from speechdp.experiments.tune.jobs import Measurement
@@ -370,10 +371,10 @@ def test_what_a_strategy_says_of_its_exchanges_must_be_usable(
 def test_the_strategy_of_a_script_is_not_taken_for_a_misspelling() -> None:
     measured = MadeUpSteps(["a", "b"], "model_averaging:period=4", exchange_s=0.1).measured()
     runs = [replace(measured, strategy=StrategyChoice("of_a_script:period=4"))]
-    request = Request((2,), strategies=(StrategyChoice("of_a_script:period=16"),))
-    with pytest.raises(
-        ConfigError, match=r"^--strategies of_a_script:period=16: .* only a script registers "
-    ):
+    # The command does not refuse it before the runs are read.
+    request = parse("simulate", ["RUN", "--strategies", "of_a_script:period=16"])._request()
+    refusal = r"^--strategies of_a_script:period=16: the run was trained with it, .* only a script registers "
+    with pytest.raises(ConfigError, match=refusal):
         simulate(runs, request)
 
 
