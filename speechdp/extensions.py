@@ -164,6 +164,10 @@ class ExtensionPoint(Generic[_T]):
             found.name = f"{module}:{class_name}"
         return found  # type: ignore[no-any-return]
 
+    def packages(self) -> set[str]:
+        """Return the top-level modules of the installed packages that offer such classes."""
+        return {point.module.partition(".")[0] for point in self._entry_points().values()}
+
     def _entry_points(self) -> dict[str, metadata.EntryPoint]:
         return {point.name: point for point in metadata.entry_points(group=self.group)}
 

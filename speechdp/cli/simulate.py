@@ -112,7 +112,8 @@ class SimulateCommand:
     def _strategies(self) -> tuple[StrategyChoice, ...]:
         from speechdp.experiments.compare.plan import checked_strategies  # noqa: PLC0415
 
-        return checked_strategies(self.strategies) if self.strategies else ()
+        # Unknown ones are refused once the runs are read: a run may have been trained with them.
+        return checked_strategies(self.strategies, others=True) if self.strategies else ()
 
 
 def _link(prefix: str, rate: str, time: str) -> GivenLink:

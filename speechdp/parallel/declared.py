@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from speechdp.errors import ConfigError
 from speechdp.parallel.period import Period, PeriodUnit
 
 
@@ -59,6 +60,13 @@ class Pattern(Enum):
     SERVER = "each rank waits for the server alone"
 
 
+#: Who exchanges with whom, for the patterns that leave it open; "" counts as "ring".
+_TOPOLOGIES = {
+    Pattern.NEIGHBOURS: ("ring", "random", "exponential", "complete"),
+    Pattern.GOSSIP: ("ring", "all", "exponential"),
+}
+
+
 @dataclass(frozen=True)
 class Exchange:
     """How a strategy exchanges.
@@ -69,7 +77,8 @@ class Exchange:
         buckets: bytes of the pieces that are exchanged while backward still runs, in the order of backward;
             empty: everything is exchanged after the step's computation.
         delay: number of steps after which ranks wait for a sum (DELAYED).
-        topology: who exchanges with whom (NEIGHBOURS, GOSSIP).
+        topology: who exchanges with whom: `ring`, `random` (pairs), `exponential` or `complete` (NEIGHBOURS);
+            `ring`, `all` or `exponential` (GOSSIP); as the options of `dpsgd` and `ad_psgd`.
         overlaps: the exchange runs beside the next step's forward and backward pass (NEIGHBOURS).
         group_size: number of ranks in a group that sums its gradients at every step (GOSSIP).
         dedicated: rank 0 only serves.
@@ -78,6 +87,9 @@ class Exchange:
             exchange is over all ranks.
         node_size: consecutive ranks that count as a node; 0: the cluster's nodes.
         nbytes_between: bytes of the vector sent between nodes.
+
+    Raises:
+        ConfigError: a value with which nothing can be predicted.
     """
 
     pattern: Pattern
@@ -93,6 +105,24 @@ class Exchange:
     rounds: int = 0
     node_size: int = 0
     nbytes_between: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pattern, Pattern):
+            raise ConfigError(f"Exchange: pattern={self.pattern!r}: give a Pattern, e.g. Pattern.TOGETHER")
+        if not (isinstance(self.period, int) and self.period >= 1):
+            raise ConfigError(
+                f"Exchange: period={self.period!r}: give a number of steps, at least 1, "
+                "e.g. model.steps_in(self.period)"
+            )
+        if self.nbytes < 0 or self.nbytes_between < 0 or any(piece < 0 for piece in self.buckets):
+            raise ConfigError("Exchange: bytes must not be negative")
+        if not 0 <= self.delay <= self.period:
+            raise ConfigError(
+                f"Exchange: delay={self.delay}: at least 0 and at most the period, {self.period}"
+            )
+        known = _TOPOLOGIES.get(self.pattern)
+        if known and self.topology not in ("", *known):
+            raise ConfigError(f"Exchange: topology={self.topology!r}: {self.pattern} has {', '.join(known)}")
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ from speechdp.files import (
 from speechdp.launching.variables import FOLDER, RESUME
 from speechdp.ownership.claimant import START_VARIABLE
 from speechdp.ownership.owner import OWNER_FILE, FolderOwner
+from speechdp.parallel.registry import STRATEGIES
 from speechdp.parallel.run_files import RunDirectory
 from speechdp.process.notices import warn
 from speechdp.timing.gather import write_timing
@@ -490,14 +491,17 @@ def _own_modules(script: Path) -> list[Path]:
     """Return the files of modules imported from a script's folder, sorted, without the script itself.
 
     Packages installed there, in a virtual environment or with Python itself, are not the script's own;
-    neither is speechdp.
+    neither are speechdp and packages that provide strategies, which may be installed as links to their
+    source (`pip install -e`): only runs with such a strategy import them.
     """
+    installed = {"speechdp", *STRATEGIES.packages()}
     paths = sysconfig.get_paths()
     libraries = [Path(paths[name]).resolve() for name in ("stdlib", "platstdlib")]
     files = {
         Path(file).resolve()
         for name, module in list(sys.modules.items())
-        if name.partition(".")[0] != "speechdp" and isinstance(file := getattr(module, "__file__", None), str)
+        if name.partition(".")[0] not in installed
+        and isinstance(file := getattr(module, "__file__", None), str)
     }
     return sorted(
         file

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, cast, final, runtime_checkable
 
+from speechdp.errors import ConfigError
 from speechdp.parallel.declared import Exchange, Model, Roster
 
 if TYPE_CHECKING:  # code that only reads options need not import torch
@@ -322,6 +323,8 @@ class PredictsExchange(Protocol):
     def predicted_exchange(self, model: Model) -> Exchange | None:
         """Return what ranks send and whom they wait for; None: not predictable with these options.
 
+        Read it through the function `predicted_exchange`, which checks it.
+
         A strategy of another package must define this itself.  An inherited prediction is ignored; to use it,
         override the method and call `super`.
 
@@ -369,6 +372,26 @@ def trains_together(strategy: Strategy) -> bool:
     A NaN on one rank then makes the sum NaN on all ranks, and no rank can repair it.
     """
     return isinstance(strategy, BeginsTogether) and strategy.trains_together
+
+
+def predicted_exchange(strategy: Strategy, model: Model) -> Exchange | None:
+    """Return what a strategy says that it exchanges; None: it does not say it.
+
+    Raises:
+        ConfigError: what it says cannot be used.
+    """
+    if not isinstance(strategy, PredictsExchange):
+        return None
+    where = f"{type(strategy).__name__}.predicted_exchange"
+    try:
+        found: Any = strategy.predicted_exchange(model)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    if found is not None and not isinstance(found, Exchange):
+        raise ConfigError(
+            f"{where} returns {found!r}; return an Exchange of speechdp.parallel.declared, or None"
+        )
+    return found
 
 
 def final_models(strategy: Strategy) -> list[Tensor]:

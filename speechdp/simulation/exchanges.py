@@ -5,8 +5,8 @@ from __future__ import annotations
 from speechdp.errors import ConfigError
 from speechdp.extensions import option_kinds
 from speechdp.parallel.declared import Exchange, Model, Pattern
-from speechdp.parallel.registry import StrategyChoice, own_strategy_names
-from speechdp.parallel.strategy import PredictsExchange, Strategy
+from speechdp.parallel.registry import StrategyChoice, own_strategy_names, strategy_names
+from speechdp.parallel.strategy import Strategy, predicted_exchange
 
 #: An arbitrary model: whether a strategy's exchange is known depends on its options alone.
 _ANY_MODEL = Model(nbytes=4.0, optimizer_vectors=0, frames_per_step=1.0, step_s=1.0)
@@ -15,6 +15,16 @@ _ANY_MODEL = Model(nbytes=4.0, optimizer_vectors=0, frames_per_step=1.0, step_s=
 def is_known(choice: StrategyChoice) -> bool:
     """Return whether it is known what a strategy sends and for whom it waits."""
     return _declared(choice, _ANY_MODEL) is not None
+
+
+def is_untold(choice: StrategyChoice) -> bool:
+    """Return whether a user's strategy does not say what it sends, although that is always the same.
+
+    So it is with every strategy that only a script registers: scripts are not read here.
+    """
+    if choice.name in own_strategy_names() or is_known(choice):
+        return False
+    return choice.name not in strategy_names() or not choice.parsed.traits.changes_over_time
 
 
 def is_steady(choice: StrategyChoice) -> bool:
@@ -31,9 +41,10 @@ def check_period(choice: StrategyChoice) -> None:
     """Refuse a user's strategy whose period changes: no constant period stands for its whole training.
 
     Raises:
-        ConfigError: it is such a strategy.
+        ConfigError: it is such a strategy, or unknown here.
     """
-    if choice.name not in own_strategy_names() and changes_period(choice):
+    # Whether or not it declares its exchange: to declare it would not help.
+    if choice.name not in own_strategy_names() and choice.parsed.traits.period_changes:
         raise ConfigError(
             f"--strategies {choice.text}: its period changes during training, and only constant periods are "
             "predicted; leave it out, and give strategies like model_averaging with the periods that it uses"
@@ -98,6 +109,4 @@ def _declared(choice: StrategyChoice, model: Model) -> Exchange | None:
         if is_ours:
             raise
         return None  # a script's strategy, or one whose package is not installed here or has changed
-    if isinstance(made, PredictsExchange) and (is_ours or _says_itself(type(made))):
-        return made.predicted_exchange(model)
-    return None
+    return predicted_exchange(made, model) if is_ours or _says_itself(type(made)) else None

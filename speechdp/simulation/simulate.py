@@ -11,7 +11,7 @@ import numpy as np
 from speechdp.counting import counted
 from speechdp.errors import ConfigError
 from speechdp.parallel.declared import Exchange, Model
-from speechdp.parallel.registry import StrategyChoice
+from speechdp.parallel.registry import StrategyChoice, strategy_names
 from speechdp.report.kit import formatting
 from speechdp.simulation.exchanges import (
     changes_period,
@@ -112,6 +112,8 @@ def simulate(runs: Sequence[MeasuredRun], request: Request, notes: Sequence[str]
         ConfigError: a strategy is unknown or cannot be used, none can be used on any of the numbers of ranks,
             or a link was neither measured nor given.
     """
+    for choice in request.strategies:
+        _check_installed(choice, runs)
     scenario, assumptions = scenario_of(runs, request)
     exchanges = exchanges_of(request, scenario.model)
     found = [prediction for ranks in request.ranks for prediction in predict(scenario, ranks, exchanges)]
@@ -153,6 +155,20 @@ def scenario_of(runs: Sequence[MeasuredRun], request: Request) -> tuple[Scenario
     progress = _progress(runs, chosen, measured)
     scenario = Scenario(work, model, cluster, request.factors, progress, spread_of(runs), MODEL_ERROR)
     return scenario, tuple(assumptions)
+
+
+def _check_installed(choice: StrategyChoice, runs: Sequence[MeasuredRun]) -> None:
+    """Refuse the strategy of a run if it is unknown here, as one is that only a script registers.
+
+    Raises:
+        ConfigError: it is such a strategy.
+    """
+    if choice.name not in strategy_names() and any(run.strategy.name == choice.name for run in runs):
+        raise ConfigError(
+            f"--strategies {choice.text}: the run was trained with it, but no package that provides it is "
+            "installed here, and a strategy that only a script registers is not predicted; put it into a "
+            "package (docs/api.md, A strategy of your own)"
+        )
 
 
 def exchanges_of(request: Request, model: Model) -> list[tuple[StrategyChoice, Exchange]]:

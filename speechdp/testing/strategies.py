@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from speechdp.comm.base import Communicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.data.loading.batch import Batch
+from speechdp.errors import ConfigError
 from speechdp.extensions import split_options
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
+from speechdp.parallel.declared import Model
 from speechdp.parallel.registry import describe, parse_strategy
 from speechdp.parallel.replica import Replica
-from speechdp.parallel.strategy import Progress, final_models
+from speechdp.parallel.strategy import Progress, final_models, predicted_exchange
 from speechdp.parallel.training_step import TrainingStep
 from speechdp.strategies.mechanisms.periodic import PeriodicStrategy
 from speechdp.timing.timeline import Timeline
@@ -48,6 +50,7 @@ def strategy_contract(strategy: str, *, neutral: str | None = "", sizes: Sequenc
       uninterrupted run;
     - training lowers the loss over all ranks' batches;
     - a period that changes is declared: `traits.period_changes`;
+    - what it says of its exchanges, if anything, can be used: `predicted_exchange`;
     - nothing still runs after `close`.
 
     Example::
@@ -67,6 +70,7 @@ def strategy_contract(strategy: str, *, neutral: str | None = "", sizes: Sequenc
     """
     text = describe(parse_strategy(strategy))
     assert describe(parse_strategy(text)) == text, f"{strategy}: options are not read as described: {text}"
+    _exchange_can_be_used(strategy)
     if neutral is not None:
         name, _, given = strategy.partition(":")
         options = split_options(given) | split_options(neutral)
@@ -83,6 +87,14 @@ def strategy_contract(strategy: str, *, neutral: str | None = "", sizes: Sequenc
             run_threads(size, partial(check, strategy=strategy))
             left = [thread.name for thread in threading.enumerate() if thread not in before]
             assert not left, f"{strategy}: after close its threads {left} still run"
+
+
+def _exchange_can_be_used(strategy: str) -> None:
+    """Check that speed can be predicted from what a strategy says of its exchanges, if it says anything."""
+    try:
+        predicted_exchange(parse_strategy(strategy), Model(4.0, 0, frames_per_step=1.0, step_s=1.0))
+    except ConfigError as error:
+        raise AssertionError(f"{strategy}: {error}") from error
 
 
 def _one_rank_is_plain_sgd(comm: Communicator, strategy: str) -> None:

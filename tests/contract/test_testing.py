@@ -18,6 +18,7 @@ import speechdp
 from speechdp.data.loading.batch import Batch
 from speechdp.errors import ConfigError
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
+from speechdp.parallel.declared import Exchange, Model, Pattern
 from speechdp.parallel.period import Period
 from speechdp.parallel.registry import STRATEGIES, strategy_names
 from speechdp.parallel.strategy import Progress
@@ -112,6 +113,16 @@ class Doubles(PeriodicStrategy):
         self._rounds += 1
 
 
+class SaysWhatIsUnusable(PeriodicStrategy):
+    """Says of its exchanges what nothing can be predicted from."""
+
+    def exchange(self) -> None:
+        self.average_parameters()
+
+    def predicted_exchange(self, model: Model) -> Exchange:
+        return Exchange(Pattern.NEIGHBOURS, model.steps_in(self.period), model.nbytes, topology="halves")
+
+
 @pytest.mark.parametrize(
     ("faulty", "neutral", "words"),
     [
@@ -121,6 +132,11 @@ class Doubles(PeriodicStrategy):
         (EvaluatesForGood, "", "evaluation changed the parameters"),
         (DoesNotMove, "", "plain SGD: differs"),
         (DoesNotMove, None, "the loss went from"),
+        (
+            SaysWhatIsUnusable,
+            "",
+            "topology='halves': Pattern.NEIGHBOURS has ring, random, exponential, complete",
+        ),
         (Doubles, "", "its period changes from 1 to 2 during training; declare that in traits"),
     ],
 )

@@ -14,7 +14,7 @@ from speechdp.parallel.period import Period
 from speechdp.parallel.registry import StrategyChoice, parse_strategy, strategy_names
 from speechdp.parallel.strategy import Traits
 from speechdp.report.kit import formatting
-from speechdp.simulation.exchanges import has_period, is_known
+from speechdp.simulation.exchanges import has_period
 
 #: Strategies to try by default; those with a period are tried with each of --periods.
 STRATEGIES = (
@@ -148,7 +148,7 @@ def settings_of(strategies: Sequence[StrategyChoice], periods: Sequence[int]) ->
 
 def _averages(choice: StrategyChoice) -> bool:
     """Return whether to try --periods; a strategy made to exchange at every step keeps its period."""
-    return is_known(choice) and has_period(choice) and choice.parsed.traits.period != "1"
+    return choice.name in strategy_names() and has_period(choice) and choice.parsed.traits.period != "1"
 
 
 def _with_period(choice: StrategyChoice, period: int) -> StrategyChoice:

@@ -17,6 +17,7 @@ from speechdp.experiments.tune.jobs import MEASURED, Measurement
 from speechdp.experiments.tune.plan import LAST, Setting, too_slow
 from speechdp.experiments.tune.record import MEASURE, PREDICT, BackendRecord, SettingRecord
 from speechdp.experiments.tune.search import SearchState
+from speechdp.simulation.exchanges import is_untold
 from speechdp.simulation.predict import Interval
 
 #: Texts in messages about a rank ended by somebody, by the kernel (out of memory), or by the network.
@@ -117,6 +118,12 @@ def predict(search: SearchState, measured: Mapping[str, Measurement]) -> str:
         search.keep_besides(search.record.measured_besides(backend))
     _keep_tried(search, records)
     search.print_ruled_out(PREDICT, len(reasons) + len(why_refused))
+    untold = [one.name for one in tried if is_untold(one.strategy)]
+    if untold:
+        search.print_line(
+            f"predict: {', '.join(untold)}: not predicted, only raced, because it is not known what is sent "
+            "(docs/api.md, A strategy of your own)"
+        )
     return backend
 
 

@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 import socket
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -35,8 +36,10 @@ from speechdp.experiments.tune.plan import (
     too_slow,
 )
 from speechdp.launching.hostfile import Host, Hostfile
+from speechdp.parallel import registry
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.simulation.predict import Interval
+from speechdp.strategies.model_averaging import ModelAveraging
 
 
 def setting(text: str, batch_size: int = 0) -> Setting:
@@ -93,6 +96,20 @@ def test_gradient_averaging_is_always_tried_and_first() -> None:
         "gradient_averaging",
         "model_averaging:period=8",
     ]
+
+
+def test_a_strategy_of_the_users_own_gets_the_periods_whether_or_not_it_says_what_it_sends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registry.STRATEGIES, "registered", {})
+
+    @registry.strategy("silent")
+    @dataclass(eq=False)
+    class Silent(ModelAveraging):
+        pass
+
+    tried = settings_of(checked_strategies("silent"), (4, 16))
+    assert [one.name for one in tried[1:]] == ["silent:period=4", "silent:period=16"]
 
 
 @pytest.mark.parametrize(

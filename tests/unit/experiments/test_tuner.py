@@ -664,6 +664,22 @@ def test_a_training_that_comes_to_its_end_before_the_others_is_not_started_again
     assert not any("tried once more" in line for line in told)
 
 
+def test_strategies_that_do_not_say_what_they_send_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SPEEDS, "of_a_script:period=4", SPEEDS[SHORT])
+    monkeypatch.setitem(WORTH, "of_a_script:period=4", WORTH[SHORT])
+    told: list[str] = []
+    search(tmp_path, Jobs(tmp_path), (GRADIENTS, SHORT, "of_a_script:period=4"), print_line=told.append)
+    (line,) = [line for line in told if "not predicted" in line]
+    assert line.startswith(
+        "predict: of_a_script:period=4: not predicted, only raced, because it is not known "
+    )
+    told.clear()
+    search(tmp_path / "ours", Jobs(tmp_path / "ours"), print_line=told.append)
+    assert not any("not predicted" in line for line in told)
+
+
 def test_a_rung_is_one_start(tmp_path: Path) -> None:
     told: list[str] = []
     jobs = Together(tmp_path)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from speechdp.cli.main import parse
 from speechdp.errors import ConfigError
 from speechdp.experiments.compare.plan import RATES, PlannedRun
 from speechdp.experiments.tune.jobs import Measurement
@@ -337,6 +338,46 @@ def test_what_is_not_predicted_says_why(monkeypatch: pytest.MonkeyPatch) -> None
             exchange_of(StrategyChoice(text), Model(4 * MB, 2, FRAMES, 0.1))
 
 
+@pytest.mark.parametrize(
+    ("says", "refusal"),
+    [
+        (lambda own, model: {"period": 4}, r" returns {'period': 4}; return an Exchange of speechdp\.par"),
+        (
+            lambda own, model: Exchange("together", 4, model.nbytes),
+            r": Exchange: pattern='together': give a ",
+        ),
+        (lambda own, model: Exchange(Pattern.TOGETHER, 0, 4.0), r": Exchange: period=0: give a number of "),
+        (lambda own, model: Exchange(Pattern.TOGETHER, own.period, 4.0), r"period=Period.*steps_in\(self\."),
+        (lambda own, model: Exchange(Pattern.TOGETHER, 4, -1.0), r": Exchange: bytes must not be negative"),
+        (lambda own, model: Exchange(Pattern.DELAYED, 4, 4.0, delay=9), r"delay=9: .* at most the period, 4"),
+        (lambda own, model: Exchange(Pattern.GOSSIP, 4, 4.0, topology="none"), r"GOSSIP has ring, all, exp"),
+    ],
+)
+def test_what_a_strategy_says_of_its_exchanges_must_be_usable(
+    monkeypatch: pytest.MonkeyPatch, says: Callable[[Any, Model], Any], refusal: str
+) -> None:
+    monkeypatch.setattr(registry.STRATEGIES, "registered", {})
+
+    @registry.strategy("saying")
+    @dataclass(eq=False)
+    class Saying(ModelAveraging):
+        def predicted_exchange(self, model: Model) -> Any:
+            return says(self, model)
+
+    with pytest.raises(ConfigError, match=r"^Saying\.predicted_exchange.*" + refusal):
+        exchange_of(StrategyChoice("saying"), Model(4 * MB, 2, FRAMES, 0.1))
+
+
+def test_the_strategy_of_a_script_is_not_taken_for_a_misspelling() -> None:
+    measured = MadeUpSteps(["a", "b"], "model_averaging:period=4", exchange_s=0.1).measured()
+    runs = [replace(measured, strategy=StrategyChoice("of_a_script:period=4"))]
+    # The command does not refuse it before the runs are read.
+    request = parse("simulate", ["RUN", "--strategies", "of_a_script:period=16"])._request()
+    refusal = r"^--strategies of_a_script:period=16: the run was trained with it, .* only a script registers "
+    with pytest.raises(ConfigError, match=refusal):
+        simulate(runs, request)
+
+
 def test_the_first_period_of_a_strategy_that_changes_it_is_not_taken_for_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -353,10 +394,15 @@ def test_the_first_period_of_a_strategy_that_changes_it_is_not_taken_for_all(
         def predicted_exchange(self, model: Model) -> Exchange | None:
             return super().predicted_exchange(model)
 
+    @registry.strategy("doubling_silently")
+    @dataclass(eq=False)
+    class DoublingSilently(Doubling):
+        pass
+
     for strategy in ("doubling:period=1", "adaptive_averaging:period=1", "model_averaging:period=1,begin=50"):
         assert gains_of(MadeUpSteps(["a", "b"], strategy, exchange_s=0.1).measured()) == []
     runs = [MadeUpSteps(["a", "b"], "model_averaging:period=1", exchange_s=0.1).measured()]
-    for text in ("doubling:period=1", "doubling"):
+    for text in ("doubling:period=1", "doubling", "doubling_silently"):
         refused = rf"^--strategies {text}: its period changes during training, .*; leave it out, and give "
         with pytest.raises(ConfigError, match=refused):
             simulate(runs, Request((2,), strategies=(StrategyChoice(text),)))
