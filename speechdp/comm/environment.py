@@ -297,7 +297,8 @@ def wait_to_report(delay_s: float) -> None:
     Args:
         delay_s: time that others have to say it, s.
     """
-    time.sleep(delay_s)
+    if delay_s > 0:
+        time.sleep(delay_s)
     if has_reported():
         time.sleep(_ENDED_WITHIN_S)
     note_reported()
