@@ -443,8 +443,12 @@ def _parsed(name: str, arguments: Sequence[str], print_line: Callable[[str], Non
     record = Path(folders[-1], "run.json") if len(folders) == 2 else None
     if record is None or not is_record_of_run(record):
         return parse(name, arguments)  # there is no run yet, or who reads it says what is wrong with it
+    # What the options given here make is in the record as if it had been given.
+    made = ["alignments"] if given & {"--flat-start", "--realign", "--context"} else []
+    made += ["initial_model"] if "--realign-from" in given else []
+    left_out = dict.fromkeys(made, "it is made by the options given")
     try:
-        words = with_config([*arguments, f"--config={record}"], lambda: kind, {}, lambda text: None)
+        words = with_config([*arguments, f"--config={record}"], lambda: kind, left_out, lambda text: None)
         resumed = parse(name, words)
     except ConfigError as error:
         try:  # the options given make it another run; this message lists all differences
