@@ -257,7 +257,7 @@ def test_resume_alone_goes_on_as_the_run_was_begun(
     "options",
     [
         ["--realign", "1", "--realign-epochs", "1", "--context", "left"],
-        ["--flat-start", "--realign", "1", "--realign-epochs", "1", "--realign-from", "throughout"],
+        ["--realign", "1", "--realign-epochs", "1", "--realign-from", "throughout"],
     ],
 )
 def test_the_same_command_resumes_a_run_that_makes_its_targets(
