@@ -5,7 +5,6 @@ Legend: T frames of an utterance, C classes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from speechdp.data.shards.dataset import Dataset
 from speechdp.data.shards.shard import Shard
 from speechdp.data.transforms.preprocess import Preprocessor, inputs_of
 from speechdp.decode.origin import check_origin, check_task
-from speechdp.decode.recogniser import TrainedModel
+from speechdp.decode.recogniser import LARGEST_WEIGHT, TrainedModel
 from speechdp.decode.scoring import AcousticScorer
 from speechdp.errors import ConfigError, RunError
 from speechdp.files import atomic_path, cannot_be_written
@@ -50,8 +49,10 @@ class PosteriorOptions:
     prior_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.prior_scale < math.inf:
-            raise ConfigError(f"--prior-scale {self.prior_scale}: must be a number from 0 on")
+        if not 0 <= self.prior_scale <= LARGEST_WEIGHT:
+            raise ConfigError(
+                f"--prior-scale {self.prior_scale}: must be a number from 0 on, at most {LARGEST_WEIGHT:,.0f}"
+            )
         if self.kind == "log_posterior" and self.prior_scale != 1:
             raise ConfigError("--prior-scale has no effect with --kind log_posterior; leave it out")
         if self.scp is not None and self.scp.absolute() == self.archive.absolute():

@@ -40,6 +40,10 @@ from speechdp.language.ngram import NgramModel
 _MOST_KEPT_ARCS = 4_000_000
 #: Word sequences of an utterance to rescore, if the user does not say how many.
 _TO_RESCORE = 100
+#: Costs are added in float32: with much larger factors and scores they overflow, and nothing is found.
+LARGEST_WEIGHT = 1e6
+#: What kaldifst takes.
+_MOST_CANDIDATES = 2**31 - 1
 #: What features are normalised over: the utterance alone, or all utterances of its speaker in the split.
 Normalise = Literal["utterance", "speaker"]
 
@@ -113,14 +117,19 @@ class DecodingOptions:
         if self.max_active < 2:
             raise ConfigError(f"--max-active {self.max_active}: must be at least 2")
         for name in ("acoustic_scale", "prior_scale", "lm_scale", "insertion_log_prob", "lattice_beam"):
-            if not math.isfinite(getattr(self, name)):
-                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be finite")
+            if not abs(getattr(self, name)) <= LARGEST_WEIGHT:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} {getattr(self, name)}: must be finite, and at most "
+                    f"{LARGEST_WEIGHT:,.0f} in size"
+                )
         if not self.prior_scale >= 0:
             raise ConfigError(f"--prior-scale {self.prior_scale}: must not be negative")
         if not 0 <= self.silence_probability < 1:
             raise ConfigError(f"--silence-probability {self.silence_probability}: must lie in [0, 1)")
         if self.nbest < 0:
             raise ConfigError(f"--nbest {self.nbest}: must not be negative")
+        if self.nbest > _MOST_CANDIDATES:
+            raise ConfigError(f"--nbest {self.nbest}: must be at most {_MOST_CANDIDATES:,}")
         if not 0 <= self.rescore_weight <= 1:
             raise ConfigError(f"--rescore-weight {self.rescore_weight}: must lie in [0, 1]")
 

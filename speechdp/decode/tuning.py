@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from speechdp.comm.base import Communicator
+from speechdp.counting import counted
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.transforms.preprocess import inputs_of
 from speechdp.decode.graphs.graph import LOOPS, OF_ANY_LENGTH, Grammar
@@ -71,9 +72,10 @@ class Tuned:
         """Return one line: chosen values, their WER, and which values beyond those tried may be better."""
         values = self.record["chosen"]
         chosen = _listed(values)
-        percent, trials = 100 * self.record["errors"] / self.record["words"], len(self.record["trials"])
+        percent = 100 * self.record["errors"] / self.record["words"]
+        trials = counted(len(self.record["trials"]), "setting")
         where = self.record["split"]
-        text = f"tuned on {where}: {chosen}; WER {percent:.2f} % there, best of {trials} settings"
+        text = f"tuned on {where}: {chosen}; WER {percent:.2f} % there, best of {trials}"
         for name, edge in self.record["at_edge"].items():
             option, more = name.replace("_", "-"), {"smallest": "smaller", "largest": "larger"}[edge]
             text += (
@@ -258,7 +260,7 @@ def tune(
         why = "the model has learnt little, or hears no speech"
         print_line(f"tuning on {split}: {why}, so only the initial setting is tried")
     chosen = {name: getattr(best, name) for name in tunable}
-    edges = {name: _edge(name, value, options) for name, value in chosen.items()}
+    edges = {name: "" if has_learnt_little else _edge(name, chosen[name], options) for name in tunable}
     errors, tried_weights = trials.errors(best, tunable[-1]), []
     if options.rescore_lm is not None and not has_learnt_little:
         tried_weights = trials.rescored(best)

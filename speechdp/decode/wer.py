@@ -149,11 +149,11 @@ def word_error_rate(references: Sequence[str], hypotheses: Sequence[str]) -> Wer
 
     An interval is the percentile bootstrap: utterances are drawn with replacement, and errors and reference
     words are summed before dividing.  It covers the chance in the choice of utterances, but not the chance in
-    training, and not other speakers (`interval_of_new_speakers`).  If no utterance or every utterance is
-    wrong, all draws would be alike and suggest that there is no chance.  Then the interval is that of a
-    proportion over as many utterances, which are wrong as a whole.  A single utterance that is partly wrong
-    says nothing: the interval is 0 to 1, or to the WER if that is higher.  Without reference words the WER is
-    0, or infinite if anything was inserted.
+    training, and not other speakers (`interval_of_new_speakers`).  If the rate is the same in each utterance,
+    e.g. 0 or 1, all draws would be alike and suggest that there is no chance.  Then the interval is that of
+    the proportion of such utterances; the others may have any rate up to 1, or to the WER if that is higher.
+    A single utterance that is partly wrong says nothing: the interval is 0 to 1, or to the WER if that is
+    higher.  Without reference words the WER is 0, or infinite if anything was inserted.
 
     Source: Bisani & Ney, "Bootstrap estimates for confidence intervals in ASR performance evaluation",
     ICASSP 2004, section 3; Clopper & Pearson, Biometrika 26, 1934 (recalled).
@@ -243,13 +243,13 @@ def _rate_interval(errors: NDArray[np.int64], words: NDArray[np.int64]) -> tuple
     if total == 0:
         wer = _ratio(int(errors.sum()), total)
         return wer, wer
-    rarest = (missed_among(2) / 2) ** (1 / len(errors))
-    if not errors.any():
-        return 0.0, 1 - rarest
-    if np.array_equal(errors, words):
-        return rarest, 1.0
-    if len(errors) == 1:
-        return 0.0, max(1.0, int(errors.sum()) / total)
+    rate = int(errors.sum()) / total
+    most = max(1.0, rate)
+    if len(errors) == 1 and 0 < rate != 1:
+        return 0.0, most
+    if (errors * total == errors.sum() * words).all():
+        rarest = (missed_among(2) / 2) ** (1 / len(errors))
+        return rarest * rate, most - rarest * (most - rate)
     return ratio_interval(errors, words)
 
 

@@ -31,6 +31,8 @@ NO_PATH = int(np.iinfo(np.int64).max)
 
 #: The class of CTC's blank; the other classes are the phones.
 BLANK = 0
+#: Stands for the class before the first frame.
+_START = -1
 
 LogProbs = NDArray[np.float64]
 States = NDArray[np.int64]
@@ -227,9 +229,10 @@ class TranscriptCompiler:
 class CtcCompiler:
     """Makes the graphs of connectionist temporal classification (CTC) over phones; thread-safe.
 
-    A phone is one state.  A blank may precede and follow it, and must separate two equal phones.  Every arc
-    has probability 1.  Pronunciations of a word are in parallel, as in `TranscriptCompiler`, so with one per
-    word the sum over all paths is that of CTC.
+    A phone is one state.  A blank may precede and follow it, and must separate two equal phones.  Silence in
+    a pronunciation is a blank that may not be left out.  Every arc has probability 1.  Pronunciations of a
+    word are in parallel, as in `TranscriptCompiler`, so with one per word the sum over all paths is that of
+    CTC.
 
     Source: Graves et al. 2006.
 
@@ -251,26 +254,41 @@ class CtcCompiler:
         if len(known) < len(words):
             return TranscriptHmm.without_path()
         chains = _Chains(self._certain, self._certain)
-        start: _Arc = (-1, 0.0)
-        # Arcs that lead to the next word boundary, each with the phone that it comes from.
-        boundary: list[tuple[_Arc, int]] = [(start, BLANK), (chains.add_state(BLANK, [start]), BLANK)]
+        # Arcs that lead to the next word boundary, each with the class that it comes from.
+        boundary = self._with_blank(chains, [((-1, 0.0), _START)])
         for word in known:
-            ends = [self._add_phones(chains, phones, boundary) for phones in self._variants_of(word)]
-            boundary = [*ends, (chains.add_state(BLANK, [arc for arc, _ in ends]), BLANK)]
+            ends = [
+                end
+                for phones in self._variants_of(word)
+                for end in self._add_phones(chains, phones, boundary)
+            ]
+            boundary = self._with_blank(chains, ends)
         hmm = chains.finish([arc for arc, _ in boundary], min_frames=0)
         return replace(hmm, min_frames=_shortest_path(hmm))
 
     def _add_phones(
         self, chains: _Chains, phones: Sequence[int], boundary: list[tuple[_Arc, int]]
-    ) -> tuple[_Arc, int]:
-        """Add a pronunciation after a word boundary; return the arc that leaves it, and its last phone."""
+    ) -> list[tuple[_Arc, int]]:
+        """Add a pronunciation after a word boundary; return the arcs that leave it, with their classes.
+
+        Silence makes the blank at its place necessary: with a second blank there, paths would count twice.
+        """
         entries = boundary
         for place, phone in enumerate(phones):
             if place > 0:
-                entries = [*entries, (chains.add_state(BLANK, [arc for arc, _ in entries]), BLANK)]
-            arcs = [arc for arc, before in entries if before != phone]
-            entries = [(chains.add_state(phone, arcs), phone)]
-        return entries[0]
+                entries = self._with_blank(chains, entries)
+            if phone == BLANK:
+                entries = [entry for entry in entries if entry[1] == BLANK]
+            else:
+                arcs = [arc for arc, before in entries if before != phone]
+                entries = [(chains.add_state(phone, arcs), phone)]
+        return entries
+
+    @staticmethod
+    def _with_blank(chains: _Chains, entries: list[tuple[_Arc, int]]) -> list[tuple[_Arc, int]]:
+        """Add an optional blank behind the arcs that come from none."""
+        arcs = [arc for arc, before in entries if before != BLANK]
+        return [*entries, (chains.add_state(BLANK, arcs), BLANK)] if arcs else entries
 
     def _variants_of(self, word: str) -> list[list[int]]:
         return [phones_of(phones, self._inventory) for phones in self._lexicon.pronunciations[word]]

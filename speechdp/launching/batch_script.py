@@ -103,7 +103,7 @@ _SHORTEST_GRACE_S = 5
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,62}")
 _QUEUE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._,@-]{0,126}")
 _ACCOUNT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/+-]{0,126}")
-_OUTPUT = re.compile(r"[A-Za-z0-9._/](?:[A-Za-z0-9._/+=-]|%j){0,500}")
+_OUTPUT = re.compile(r"(?:[A-Za-z0-9._/]|%j)(?:[A-Za-z0-9._/+=-]|%j){0,500}")
 _TIME = re.compile(r"(?:([0-9]{1,3})-)?([0-9]{1,4}):([0-5][0-9]):([0-5][0-9])")
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 

@@ -253,6 +253,27 @@ def test_resume_alone_goes_on_as_the_run_was_begun(
     assert (run / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--realign", "1", "--realign-epochs", "1", "--context", "left"],
+        ["--realign", "1", "--realign-epochs", "1", "--realign-from", "throughout"],
+    ],
+)
+def test_the_same_command_resumes_a_run_that_makes_its_targets(
+    dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    assert train(dataset, whole, *options) == 0
+    assert train(dataset, run, *options, "--pause-at", "1", "--resume") == 75
+    shutil.rmtree(run / "alignments" / "1")  # with what made it, it is made again
+    assert train(dataset, run, *options, "--resume") == 0
+    assert "options not given" not in capsys.readouterr().err
+    assert (run / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    shutil.rmtree(run / "alignments")
+    assert train(dataset, run, *options, "--resume") == 0  # complete
+
+
 def test_what_a_command_changes_of_signals_is_its_own_process_alone(dataset: Dataset, tmp_path: Path) -> None:
     """Here it runs in that of the tests, which Ctrl-C has to end."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as tests/conftest.py has it

@@ -233,8 +233,9 @@ def _parsed(name: str, arguments: Sequence[str], print_line: Callable[[str], Non
     record = Path(folders[-1], "run.json") if len(folders) == 2 else None
     if record is None or not is_record_of_run(record):
         return parse(name, arguments)  # there is no run yet, or who reads it says what is wrong with it
+    made = dict.fromkeys(_made_by(name, arguments), "it is made by the options given")
     try:
-        words = with_config([*arguments, f"--config={record}"], lambda: kind, {}, lambda text: None)
+        words = with_config([*arguments, f"--config={record}"], lambda: kind, made, lambda text: None)
         resumed = parse(name, words)
     except ConfigError as error:
         try:  # the options given make it another run; this message lists all differences
@@ -246,6 +247,19 @@ def _parsed(name: str, arguments: Sequence[str], print_line: Callable[[str], Non
     if taken:
         print_line(f"{record}: options not given are taken from this run: {', '.join(taken)}")
     return resumed
+
+
+def _made_by(name: str, arguments: Sequence[str]) -> list[str]:
+    """Return the options that a run's record holds as if given, because the options given have made them."""
+    try:
+        options = parse(name, arguments).options
+    except ConfigError:  # they need the run's own beside them
+        return []
+    made = {
+        "alignments": options.alignments is None and options.aligns,
+        "initial_model": options.initial_model is None and options.realign_from == "throughout",
+    }
+    return [option for option, is_made in made.items() if is_made]
 
 
 def _print_on_rank_0(text: str) -> None:

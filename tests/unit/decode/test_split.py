@@ -280,7 +280,11 @@ def test_a_run_that_may_not_be_written_is_decoded_by_the_commands_of_the_docs(
         ({"prior_scale": float("inf")}, "--prior-scale inf: must be finite"),
         ({"silence_probability": 1.0}, "--silence-probability 1.0"),
         ({"lattice_beam": float("inf")}, "--lattice-beam inf"),
+        ({"acoustic_scale": 1e38}, "--acoustic-scale 1e+38: must be finite, and at most 1,000,000 in size"),
+        ({"insertion_log_prob": -1e30}, "--insertion-log-prob -1e+30: must be finite, and at most"),
+        ({"prior_scale": 1e39}, "--prior-scale 1e+39: must be finite, and at most"),
         ({"nbest": -1}, "--nbest -1"),
+        ({"nbest": 10**10}, "--nbest 10000000000: must be at most 2,147,483,647"),
         ({"rescore_weight": 1.5}, "--rescore-weight 1.5"),
     ],
 )

@@ -219,6 +219,9 @@ def test_of_a_model_that_has_learnt_nothing_one_setting_is_tried(
         assert remark.startswith(f"{LEARNT_LITTLE}: 0.0 % of what its outputs say depends on")
     learnt = decode_split(sure, dataset, "dev", tmp_path / "run", start, SerialCommunicator())
     assert learnt.learnt_remark == ""
+    # No advice to try larger values where no others were tried at all.
+    largest = tune(same_everywhere, dataset, "dev", DecodingOptions(acoustic_scale=2.0), SerialCommunicator())
+    assert largest.record["at_edge"] == {} and largest.summary().endswith(" there, best of 1 setting")
 
 
 @pytest.mark.parametrize("size", [1, 2])

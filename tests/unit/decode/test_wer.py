@@ -59,6 +59,14 @@ def test_no_error_among_few_utterances_is_not_sure_to_be_none() -> None:
     assert (wrong.ser_low, wrong.ser_high) == (wrong.wer_low, 1)
 
 
+def test_the_same_rate_in_all_of_few_utterances_is_not_sure_to_be_that_of_all() -> None:
+    share = 0.025 ** (1 / 8)  # of utterances with this rate, at least
+    half = word_error_rate(["a b", "a b c d"] * 4, ["a x", "a b x y"] * 4)
+    assert (half.wer, half.wer_low, half.wer_high) == (0.5, share / 2, pytest.approx(1 - share / 2))
+    double = word_error_rate(["a"] * 8, ["x y"] * 8)
+    assert (double.wer, double.wer_low, double.wer_high) == (2.0, share * 2, 2.0)
+
+
 def test_a_single_utterance_that_is_wrong_in_part_tells_nothing() -> None:
     """Each draw is the utterance itself: such speakers would have intervals without any width."""
     result = word_error_rate(["a b c d"], ["a b c x"])

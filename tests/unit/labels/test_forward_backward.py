@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import itertools
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +13,7 @@ from speechdp.decode.align import Aligner
 from speechdp.decode.graphs.graph import LexiconTransducer
 from speechdp.labels.forward_backward import full_sum, occupancies
 from speechdp.labels.hmm import StateInventory
-from speechdp.labels.lexicon import Lexicon
+from speechdp.labels.lexicon import SILENCE, Lexicon
 from speechdp.labels.transcript_hmm import (
     LOG_ZERO,
     CtcCompiler,
@@ -198,3 +201,36 @@ def test_the_graphs_of_ctc_sum_over_pronunciations() -> None:
         for labels in ([1, 3], [1, 1, 3])
     ]
     torch.testing.assert_close(found[0], torch.stack(each).logsumexp(0))
+
+
+@pytest.mark.parametrize(
+    ("words", "pattern"),
+    [
+        (["pause"], "-+"),
+        (["pause", "a"], "-+a+-*"),
+        (["a", "pause", "a"], "-*a+-+a+-*"),
+        (["ab"], "-*a+-+b+-*"),
+        (["ab", "b"], "-*a+-+b+-+b+-*"),
+        (["pa", "pa"], "-+a+-+a+-*"),
+    ],
+)
+def test_silence_of_a_pronunciation_is_a_blank_that_must_be_there(words: list[str], pattern: str) -> None:
+    lexicon = Lexicon(
+        {
+            "a": (("A",),),
+            "b": (("B",),),
+            "pause": ((SILENCE,),),
+            "ab": (("A", SILENCE, "B"),),
+            "pa": ((SILENCE, "A"),),
+        }
+    )
+    hmm = CtcCompiler(lexicon, StateInventory(("A", "B"))).compile(words)
+    log_posteriors = torch.randn(1, 6, 3, generator=torch.Generator().manual_seed(0)).double().log_softmax(2)
+    found, _ = full_sum(log_posteriors, torch.tensor([6]), TranscriptHmms.of([hmm]))
+    matching = (
+        classes
+        for classes in itertools.product(range(3), repeat=6)
+        if re.fullmatch(pattern, "".join("-ab"[number] for number in classes))
+    )
+    each = [sum(float(log_posteriors[0, t, c]) for t, c in enumerate(classes)) for classes in matching]
+    torch.testing.assert_close(found[0], torch.tensor(each).double().logsumexp(0))

@@ -195,6 +195,14 @@ def test_pbs_directives() -> None:
         render("pbs", JOB)
 
 
+@pytest.mark.parametrize(
+    ("scheduler", "output"), [("slurm", "%j.txt"), ("lsf", "%J.txt"), ("sge", "$JOB_ID.txt")]
+)
+def test_the_name_of_an_output_file_may_begin_with_the_job_id(scheduler: Scheduler, output: str) -> None:
+    job = replace(JOB, placement=replace(JOB.placement, output="%j.txt"))
+    assert parse(scheduler, render(scheduler, job))["output" if scheduler == "slurm" else "o"] == output
+
+
 def test_grid_engine_directives() -> None:
     assert parse("sge", render("sge", JOB)) == {
         "N": "night-run",
