@@ -64,6 +64,8 @@ class JobRecord:
         """Record a report."""
         record = self.ranks.setdefault(report.rank, ProbeRecord())
         if report.phase == ALL:
+            # It has ended these parts, also if a line that said so was torn by the output of other ranks.
+            record.begun, record.ended = [*report.facts], [*report.facts]
             record.facts.update(report.facts)
         elif report.is_end:
             record.ended.append(report.phase)

@@ -18,7 +18,7 @@ from speechdp.doctor.finding import Finding
 from speechdp.doctor.job import JobRecord, _end, run_probe
 from speechdp.doctor.judge_start import judge_job, judge_reach
 from speechdp.doctor.reach import Login, Reach, look_at
-from speechdp.doctor.wire import Report
+from speechdp.doctor.wire import ALL, Report
 from speechdp.launching.mpi.hydra import Mpich
 from speechdp.launching.mpi.open_mpi import OpenMpi
 from tests.helpers.processes import is_running
@@ -156,6 +156,16 @@ def failed(record: JobRecord) -> Finding:
 
 def test_a_job_that_came_to_its_end() -> None:
     assert judge_job(job(("node.", "clock."), ("node.", "clock."), exit_code=0), HOSTS).status == "ok"
+
+
+@pytest.mark.parametrize("heard", [("node.", "clock"), ("node.",), ()])
+def test_a_rank_whose_reports_were_torn_ended_if_the_first_rank_passes_on_its_facts(
+    heard: tuple[str, ...],
+) -> None:
+    record = job(("node.", "clock."), heard, exit_code=0)
+    record.note(Report(1, ALL, is_end=True, facts={"node": {}, "clock": {"offset_s": 0.0}}))
+    assert judge_job(record, HOSTS).status == "ok"
+    assert record.ranks[1].facts["clock"] == {"offset_s": 0.0}
 
 
 def test_a_host_nothing_is_heard_of_is_named() -> None:
