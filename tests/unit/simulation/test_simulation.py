@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from speechdp.cli.main import parse
+from speechdp.cli.support.command_line import parse
 from speechdp.errors import ConfigError
 from speechdp.experiments.compare.plan import RATES, PlannedRun
 from speechdp.experiments.tune.jobs import Measurement
